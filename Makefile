@@ -1,0 +1,38 @@
+# One command for each habit. Every target sets up what it needs; .ci/run calls the same ones.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup demo test lint format clean
+.DEFAULT_GOAL := help
+
+help:  ## what each target does
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Anabranch needs Python >= 3.11, this is " + sys.version if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,test,lint]'
+	touch $(STAMP)
+
+setup: $(STAMP)  ## virtual environment with everything pinned in constraints.txt
+
+demo: $(STAMP)  ## three unequal workers train one model on this machine for two minutes
+	$(BIN)/anabranch demo
+
+test: $(STAMP)  ## the whole test suite, with a real server, real processes and a real browser
+	$(BIN)/python -m tests.tools --install
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)  ## ruff and strict type checking
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

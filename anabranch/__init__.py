@@ -1,0 +1,24 @@
+"""Anabranch: train one model on machines that come and go.
+
+`anabranch.join(url, model, optimizer)` joins a PyTorch training loop to a run; it is loaded on first use, so that
+`import anabranch` needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from anabranch._version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from anabranch.workers.session import Session, join
+
+__all__ = ["Session", "__version__", "join"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"Session", "join"}:
+        from anabranch.workers import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

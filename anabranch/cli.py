@@ -1,0 +1,370 @@
+"""The command line. Signal handlers, logging and fault arming belong here and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from anabranch._version import VERSION
+from anabranch.errors import AnabranchError, UsageError
+from anabranch.queue.url import RunUrl
+
+app = typer.Typer(
+    name="anabranch",
+    help="Train one model on machines that come and go. Start here: `anabranch demo`.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Url = Annotated[
+    str,
+    typer.Argument(
+        envvar="ANABRANCH_URL",
+        help="redis[s]://[user:password@]host[:port]/DB?run=NAME",
+        metavar="URL",
+        show_default=False,
+    ),
+]
+SpecPath = Annotated[Path | None, typer.Option("--spec", help="run.toml; see --print-config for every setting")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value, may be repeated", metavar="KEY=VALUE")
+]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the settings in force as TOML and exit")]
+PagePort = Annotated[int, typer.Option(help="port of the status page; 0 picks a free one", min=0, max=65535)]
+PageHost = Annotated[str, typer.Option(help="address of the status page")]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+Name = Annotated[str | None, typer.Option(help="this member's name in the run; made up by default")]
+Label = Annotated[str, typer.Option(help="free text for the status page")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, xpu")]
+Threads = Annotated[int | None, typer.Option(help="torch threads; 1 by default on cpu", min=1)]
+Directory = Annotated[Path, typer.Option("--dir", help="run directory (mode 0700)")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"anabranch {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="debug logging")] = False,
+) -> None:
+    from anabranch.faults import arm_from_environment
+
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(name)-22s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    arm_from_environment()
+
+
+@app.command()
+def demo(
+    minutes: Annotated[float, typer.Option(help="minutes of training", min=0.02)] = 2.0,
+    workers: Annotated[
+        int, typer.Option(help="worker processes, of duty cycle 1, 1/2, 1/4 in turn", min=1, max=64)
+    ] = 3,
+    port: PagePort = 0,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="run directory; by default runs/demo-<time>")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="train on this folder instead of Python's own sources")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small language model with three unequal workers on this machine, for two minutes."""
+    from anabranch.demo import Demo, DemoOptions, ending_on_signals
+    from anabranch.loops import run_async
+    from anabranch.terminal import DemoDisplay, print_summary
+
+    logging.getLogger("anabranch").setLevel(logging.WARNING)
+    where = directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    options = DemoOptions(where, minutes, workers, port, text)
+    console = Console(stderr=as_json)
+    interrupted = False
+
+    async def run() -> dict[str, Any]:
+        nonlocal interrupted
+        ending = asyncio.Event()
+        with DemoDisplay(console) as show, ending_on_signals(asyncio.get_running_loop(), ending):
+            summary = await Demo(options, show, ending).run()
+        interrupted = ending.is_set()
+        return summary
+
+    summary = run_async(run())
+    print_summary(console, summary, str(where))
+    if as_json:
+        typer.echo(json.dumps(summary))
+    if interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def up(
+    directory: Directory = Path("runs/run"),
+    name: Annotated[str, typer.Option(help="the run's name")] = "run",
+    spec: SpecPath = None,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="address the server listens on; not loopback: joinable from elsewhere")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(help="port of the server; kept for the next time", min=1, max=65535)
+    ] = None,
+    page_host: PageHost = "127.0.0.1",
+    page_port: PagePort = 0,
+    init: Annotated[Path | None, typer.Option(help="safetensors file with the initial weights")] = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Start (or continue) a run here: embedded server, synchronizer and status page."""
+    settings = _settings(spec, overrides, name, print_config)
+    from anabranch.demo import ending_on_signals
+    from anabranch.loops import run_async
+    from anabranch.orchestrator.web.app import PageOptions
+    from anabranch.up import UpOptions, bring_up, reachable_url
+
+    options = UpOptions(directory, host, port, PageOptions(page_host, page_port), init)
+    fresh = spec is not None or bool(overrides)
+
+    async def run() -> None:
+        ending = asyncio.Event()
+        with ending_on_signals(asyncio.get_running_loop(), ending):
+            stored = (directory / "data").exists() and not fresh
+            async with bring_up(options, None if stored else settings, name) as running:
+                typer.echo(f"run directory: {directory}\nstatus page:   {running.page}")
+                typer.echo(f"join with:     anabranch worker '{reachable_url(running.url, host)}'")
+                await _first_of(ending, running.task, running.synchronizer.stopped)
+
+    run_async(run())
+
+
+@app.command()
+def orchestrator(
+    url: Url = "",
+    spec: SpecPath = None,
+    overrides: Overrides = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="folder for tape and checkpoints")] = None,
+    page_host: PageHost = "127.0.0.1",
+    page_port: PagePort = 8765,
+    page: Annotated[bool, typer.Option(help="serve the status page")] = True,
+    init: Annotated[Path | None, typer.Option(help="safetensors file with the initial weights")] = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Run the synchronizer (and its status page) against a Redis or Valkey server of yours."""
+    run_url = RunUrl.parse(url) if url or not print_config else RunUrl("", "run")
+    settings = _settings(spec, overrides, run_url.run, print_config)
+    from anabranch.demo import ending_on_signals
+    from anabranch.loops import run_async
+    from anabranch.orchestrator.synchronizer import Synchronizer
+    from anabranch.orchestrator.web.app import PageOptions, serve_page
+    from anabranch.up import RunDirectory
+
+    async def run() -> None:
+        ending = asyncio.Event()
+        folder = RunDirectory(directory) if directory is not None else None
+        token = folder.secret("token") if folder is not None else None
+        synchronizer = Synchronizer(
+            run_url,
+            settings if spec is not None or overrides else None,
+            directory=folder.path if folder is not None else None,
+            init=init,
+        )
+        with ending_on_signals(asyncio.get_running_loop(), ending):
+            task = asyncio.create_task(synchronizer.run(), name="synchronizer")
+            try:
+                if page:
+                    async with serve_page(synchronizer, PageOptions(page_host, page_port, token)) as address:
+                        typer.echo(f"status page: {address}")
+                        await _first_of(ending, task, synchronizer.stopped)
+                else:
+                    await _first_of(ending, task, synchronizer.stopped)
+            finally:
+                synchronizer.end()
+                await task
+
+    run_async(run())
+
+
+@app.command()
+def worker(
+    url: Url,
+    name: Name = None,
+    label: Label = "",
+    device: Device = "auto",
+    threads: Threads = None,
+    duty: Annotated[float, typer.Option(help="share of the time spent training")] = 1.0,
+    task: Annotated[
+        str | None, typer.Option(help="package.module:Class instead of the run's task; or synthetic")
+    ] = None,
+) -> None:
+    """Join a run and train."""
+    from anabranch.workers.run import Ending, MemberOptions, run_worker
+
+    ending = Ending()
+    ending.install()
+    run_worker(RunUrl.parse(url), MemberOptions(name, label, device, threads, duty, task=task), ending)
+
+
+@app.command()
+def evaluator(
+    url: Url,
+    name: Name = None,
+    label: Label = "",
+    device: Device = "auto",
+    threads: Threads = None,
+    every_s: Annotated[float, typer.Option(help="seconds between two measurements", min=0.1)] = 5.0,
+    task: Annotated[str | None, typer.Option(help="package.module:Class instead of the run's task")] = None,
+) -> None:
+    """Join a run without contributing: measure held-out loss of the global model."""
+    from anabranch.workers.run import Ending, MemberOptions, run_evaluator
+
+    ending = Ending()
+    ending.install()
+    options = MemberOptions(name, label, device, threads, every_s=every_s, task=task)
+    run_evaluator(RunUrl.parse(url), options, ending)
+
+
+@app.command()
+def status(url: Url, as_json: AsJson = False) -> None:
+    """What the run is doing, and why."""
+    from anabranch.loops import run_async
+    from anabranch.operate import status as read_status
+    from anabranch.terminal import print_status
+
+    shown = run_async(read_status(RunUrl.parse(url)))
+    if as_json:
+        typer.echo(json.dumps(shown))
+    else:
+        print_status(Console(), shown)
+
+
+@app.command()
+def stop(url: Url) -> None:
+    """End the run: a last checkpoint, then every member leaves."""
+    _command(url, "stop")
+
+
+@app.command()
+def pause(url: Url) -> None:
+    """Open no more rounds until `resume`; workers train on."""
+    _command(url, "pause")
+
+
+@app.command()
+def resume(url: Url) -> None:
+    """Open rounds again."""
+    _command(url, "resume")
+
+
+@app.command()
+def checkpoint(url: Url) -> None:
+    """Write a checkpoint now, in the synchronizer's run directory."""
+    _command(url, "checkpoint")
+
+
+@app.command(name="set")
+def set_(
+    url: Url, setting: Annotated[str, typer.Argument(help="for example rounds.quorum=2", metavar="KEY=VALUE")]
+) -> None:
+    """Change a setting while the run goes on (quorum, grace, inner_steps)."""
+    from anabranch.spec import RunSpec, parse_value
+
+    key, separator, text = setting.partition("=")
+    if not separator:
+        raise UsageError(f"{setting!r}: expected section.key=value, for example rounds.quorum=2")
+    value = parse_value(text)
+    RunSpec().changed(key, value)
+    _command(url, "set", key=key, value=value)
+
+
+@app.command()
+def sample(
+    directory: Annotated[
+        Path, typer.Argument(help="a checkpoint, or a run directory (its newest one)", metavar="CHECKPOINT")
+    ],
+    prompt: Annotated[str, typer.Option(help="text to continue")] = "def ",
+    length: Annotated[int, typer.Option("--bytes", help="bytes to generate", min=1, max=65536)] = 400,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.8,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Let a checkpointed model write a few lines."""
+    from anabranch.workers.sample import sample_checkpoint
+
+    typer.echo(sample_checkpoint(directory, prompt, length, temperature, seed))
+
+
+def _settings(spec: Path | None, overrides: list[str] | None, run: str, print_config: bool) -> Any:
+    from anabranch.spec import load_spec
+
+    settings = load_spec(spec, overrides=[*(overrides or []), f'name="{run}"'])
+    if print_config:
+        typer.echo(settings.to_toml(), nl=False)
+        raise typer.Exit
+    return settings
+
+
+def _command(url: str, action: str, **details: Any) -> None:
+    from anabranch.loops import run_async
+    from anabranch.operate import command
+
+    parsed = RunUrl.parse(url)
+    run_async(command(parsed, action, **details))
+    typer.echo(f"{action}: sent to run {parsed.run}")
+
+
+async def _first_of(ending: asyncio.Event, task: asyncio.Task[None], stopped: asyncio.Event) -> None:
+    """Until a signal, the end of the synchronizer, or a stop of the run."""
+    waits = [asyncio.create_task(event.wait(), name="cli: wait") for event in (ending, stopped)]
+    try:
+        await asyncio.wait([task, *waits], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+def main() -> None:
+    """The entry point: errors of ours are one line on standard error."""
+    try:
+        app()
+    except AnabranchError as error:
+        _fail(str(error))
+    except BaseExceptionGroup as group:
+        ours = group.subgroup(AnabranchError)
+        if ours is None:
+            raise
+        _fail(str(_leaf(ours)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _fail(text: str) -> None:
+    sys.stderr.write(f"anabranch: {text}\n")
+    sys.stderr.flush()
+    os._exit(2)  # a background thread must not hold up the exit
+
+
+if __name__ == "__main__":
+    main()

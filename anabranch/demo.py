@@ -1,0 +1,319 @@
+"""`anabranch demo`: three unequal workers and an evaluator train one model on this machine, for real.
+
+Server, synchronizer and page run in this process; workers and evaluator are processes of their own under a
+watchdog each, so that nothing outlives this process, however it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+from anabranch.errors import AnabranchError
+from anabranch.operate import command
+from anabranch.orchestrator.web.app import PageOptions, picture
+from anabranch.queue.embedded import watchdog_command
+from anabranch.spec import RunSpec, parse_spec
+from anabranch.up import Up, UpOptions, bring_up
+
+RUN = "demo"
+_NAMES = ("full", "half", "quarter", "eighth")
+_TICK_S = 0.25
+_START_S = 90.0  # to import torch and measure version 0 on a loaded machine
+_SETTLE_S = 20.0  # for open rounds and the last measurement
+_PAGE_CHECK_S = 5.0
+COLUMNS = ("processed", "applied", "rejected", "discarded", "lost", "pending")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """`minutes` of training; `text`: a folder to train on instead of the standard library's sources."""
+
+    directory: Path
+    minutes: float = 2.0
+    workers: int = 3
+    port: int = 0
+    text: Path | None = None
+
+
+@dataclass
+class Child:
+    """A worker or evaluator process. Closing `lifeline` ends it."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def end(self) -> None:
+        """Ask it to end (SIGTERM through the watchdog); its stdin pipe is the lifeline if we die first."""
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+@dataclass
+class DemoState:
+    """What the terminal shows."""
+
+    phase: str = "starting"
+    page: str = ""
+    elapsed_s: float = 0.0
+    total_s: float = 0.0
+    picture: dict[str, Any] = field(default_factory=dict)
+
+
+Show = Callable[[DemoState], None]
+
+
+def demo_spec(options: DemoOptions) -> RunSpec:
+    """The demo's run. Its outer step is the default's; see docs/experiments.md for how it was chosen."""
+    task: dict[str, Any] = {"name": "gpt", "options": {}}
+    if options.text is not None:
+        task["options"]["data"] = str(options.text.absolute())
+    return parse_spec({"name": RUN, "checkpoint": {"every_s": 3600.0}, "task": task})
+
+
+def duty_of(index: int) -> float:
+    """1, ½, ¼ and then again: workers of clearly different speed."""
+    return 0.5 ** (index % 3)
+
+
+def worker_name(index: int) -> str:
+    name = _NAMES[index % 3]
+    return name if index < 3 else f"{name}-{index // 3 + 1}"
+
+
+class Demo:
+    """One demonstration run; `run` returns the summary."""
+
+    def __init__(self, options: DemoOptions, show: Show, ending: asyncio.Event) -> None:
+        self._options = options
+        self._show = show
+        self._ending = ending
+        self._children: list[Child] = []
+        self._page_answers = 0
+        self._page_failures = 0
+        self.state = DemoState(total_s=options.minutes * 60)
+
+    async def run(self) -> dict[str, Any]:
+        """Start, train, stop, sum up. Every process is gone when this returns, also on an error."""
+        up_options = UpOptions(self._options.directory, page=PageOptions(port=self._options.port))
+        async with bring_up(up_options, demo_spec(self._options), RUN) as up:
+            self.state.page = up.page
+            try:
+                async with AsyncExitStack() as stack:
+                    watcher = asyncio.create_task(self._watch_page(up.page), name="demo: watch page")
+                    stack.push_async_callback(_cancelled, watcher)
+                    seconds = await self._train(up)
+                    await self._finish(up)
+            finally:
+                await asyncio.to_thread(self._end_children)
+            return self._summary(up, seconds)
+
+    async def _train(self, up: Up) -> float:
+        """Measure version 0 before anything is merged, then train for the time asked. Returns the seconds."""
+        await command(up.url, "pause", by="demo")
+        self._start_children(up)
+        self.state.phase = "measuring version 0"
+        await self._until(up, lambda p: bool(p.get("heldout")), _START_S, "no held-out loss of version 0")
+        await command(up.url, "resume", by="demo")
+        self.state.phase = "training"
+        started = time.monotonic()
+        while not self._ending.is_set() and self.state.elapsed_s < self.state.total_s:
+            await self._tick(up)
+            self.state.elapsed_s = time.monotonic() - started
+        return time.monotonic() - started
+
+    async def _finish(self, up: Up) -> None:
+        """Let open rounds close, measure the final model, stop, let everybody say farewell."""
+        self.state.phase = "measuring the final model"
+        await command(up.url, "pause", by="demo")
+        if not self._ending.is_set():
+            with suppress(AnabranchError):
+                await self._until(up, _settled, _SETTLE_S, "the last rounds did not settle")
+        self.state.phase = "stopping"
+        await command(up.url, "stop", by="demo")
+        async with asyncio.timeout(_SETTLE_S):
+            await up.synchronizer.stopped.wait()
+        await asyncio.to_thread(self._wait_children)
+        with suppress(AnabranchError):
+            await self._until(
+                up, lambda p: p["live"] == 0, 5.0, "a member did not say farewell", needs_children=False
+            )
+
+    async def _until(
+        self,
+        up: Up,
+        done: Callable[[dict[str, Any]], bool],
+        timeout_s: float,
+        otherwise: str,
+        *,
+        needs_children: bool = True,
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done(await self._tick(up)):
+            if needs_children and self._ending.is_set():
+                return
+            if time.monotonic() > deadline:
+                raise AnabranchError(f"{otherwise} within {timeout_s:.0f} s; see the logs in {self._logs}")
+            dead = next((c for c in self._children if c.process.poll() not in (None, 0)), None)
+            if needs_children and dead is not None and not self.state.picture.get("heldout"):
+                raise AnabranchError(f"{dead.name} ended with status {dead.process.poll()}:\n{_tail(dead.log)}")
+
+    async def _tick(self, up: Up) -> dict[str, Any]:
+        await asyncio.sleep(_TICK_S)
+        if up.task.done():
+            up.task.result()
+            raise AnabranchError("the synchronizer ended by itself")
+        self.state.picture = picture(up.synchronizer)
+        self._show(self.state)
+        return self.state.picture
+
+    async def _watch_page(self, address: str) -> None:
+        """The page has to answer while the run goes on."""
+        async with ClientSession(timeout=ClientTimeout(total=5.0)) as session:
+            while True:
+                try:
+                    async with session.get(address) as response:
+                        self._page_answers += response.status == 200
+                        self._page_failures += response.status != 200
+                except (ClientError, TimeoutError):
+                    self._page_failures += 1
+                await asyncio.sleep(_PAGE_CHECK_S)
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    @property
+    def _logs(self) -> Path:
+        return self._options.directory / "logs"
+
+    def _start_children(self, up: Up) -> None:
+        self._logs.mkdir(mode=0o700, exist_ok=True)
+        self._start_child(up, "evaluator", ["evaluator", "--name", "evaluator"])
+        for index in range(self._options.workers):
+            name, duty = worker_name(index), duty_of(index)
+            self._start_child(
+                up, name, ["worker", "--name", name, "--duty", str(duty), "--label", f"duty cycle {duty:g}"]
+            )
+
+    def _start_child(self, up: Up, name: str, arguments: list[str]) -> None:
+        path = self._logs / f"{name}.log"
+        with path.open("wb") as log:
+            process = subprocess.Popen(
+                watchdog_command([sys.executable, "-m", "anabranch", *arguments]),
+                stdin=subprocess.PIPE,  # its end of file, when we die, ends the child
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "ANABRANCH_URL": str(up.url), "OMP_NUM_THREADS": "1"},  # not on a command line
+            )
+        self._children.append(Child(name, process, path))
+
+    def _wait_children(self) -> None:
+        """Members leave by themselves when the run stops."""
+        deadline = time.monotonic() + 10.0
+        for child in self._children:
+            child.wait(max(0.1, deadline - time.monotonic()))
+
+    def _end_children(self) -> None:
+        for child in self._children:
+            if child.process.poll() is None:
+                child.end()
+        for child in self._children:
+            if not child.wait(5.0):
+                child.process.kill()
+                child.process.wait()
+            _close(child.process.stdin)
+
+    # --- summary ------------------------------------------------------------------------------------------
+
+    def _summary(self, up: Up, seconds: float) -> dict[str, Any]:
+        shown = picture(up.synchronizer)
+        heldout = shown.get("heldout") or []
+        return {
+            "heldout_loss_start": heldout[0][1] if heldout else None,
+            "heldout_loss_end": heldout[-1][1] if heldout else None,
+            "seconds": round(seconds, 1),
+            "tokens": shown.get("tokens", 0),
+            "parameters": shown.get("parameters", 0),
+            "rounds": shown.get("rounds", {}),
+            "refused": shown.get("refused", {}),
+            "goodput": shown.get("goodput"),
+            "bytes_sent": shown.get("bytes_sent", 0),
+            "checkpoint": shown.get("checkpoint"),
+            "page": {"address": up.page, "answers": self._page_answers, "failures": self._page_failures},
+            "ledger_mismatches": shown.get("refused", {}).get("ledger mismatches", 0),
+            "workers": [whole_tokens(row) for row in shown.get("ledger", [])],
+        }
+
+
+def whole_tokens(row: dict[str, Any]) -> dict[str, Any]:
+    """A parameter-weighted ledger row in whole tokens that still add up: largest remainders are rounded up."""
+    parts = COLUMNS[1:]
+    floors = {column: math.floor(row[column] + 1e-6) for column in parts}
+    short = round(sum(row[column] for column in parts)) - sum(floors.values())
+    by_remainder = sorted(parts, key=lambda column: floors[column] - row[column])
+    for column in by_remainder[: max(0, short)]:
+        floors[column] += 1
+    figures = {"processed": round(row["processed"]), **floors}
+    return {"name": row["name"], **{f"tokens_{column}": figures[column] for column in COLUMNS}}
+
+
+def _settled(shown: dict[str, Any]) -> bool:
+    """No round is open and the evaluator has measured the newest versions."""
+    heldout = shown.get("heldout") or []
+    return not shown["open"] and bool(heldout) and heldout[-1][0] == shown["tokens"]
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        with suppress(OSError):
+            pipe.close()
+
+
+def _tail(path: Path, lines: int = 12) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def ending_on_signals(loop: asyncio.AbstractEventLoop, ending: asyncio.Event) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP set `ending`; a second one kills this process (and with it every child)."""
+    import signal
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def handle(number: int) -> None:
+        if ending.is_set():
+            os._exit(128 + number)
+        ending.set()
+
+    for number in numbers:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

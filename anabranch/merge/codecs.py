@@ -1,0 +1,102 @@
+"""How a flat float32 vector travels: a registry of codecs, little endian on the wire.
+
+A new codec is one entry in `_CODECS`; everything else looks it up there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.errors import SpecError, UnusablePayload
+from anabranch.merge._blocks import Float32, spans
+
+Codec = Literal["fp32", "bf16"]
+
+_LITTLE = sys.byteorder == "little"
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    encoded_bytes: Callable[[int], int]
+    encode: Callable[[Float32], memoryview]
+    decode: Callable[[memoryview], Float32]
+
+
+def encoded_bytes(codec: Codec, size: int) -> int:
+    """Bytes that `size` elements take on the wire. Raises SpecError for an unknown codec."""
+    return _find(codec).encoded_bytes(size)
+
+
+def encode(codec: Codec, flat: Float32) -> memoryview:
+    """Bytes of `flat`, float32 [size]; fp32 is a view of `flat` itself where it is contiguous and native.
+
+    bf16 rounds to nearest, ties to even: relative error at most 2⁻⁸; inf stays inf, NaN stays NaN, and what
+    lies above bf16's largest value (3.3895e38) by half a step or more becomes inf. Raises SpecError for an
+    unknown codec, ValueError for another dtype or more than one dimension.
+    """
+    implementation = _find(codec)
+    if flat.dtype != np.float32 or flat.ndim != 1:
+        raise ValueError(f"dtype {flat.dtype}, shape {flat.shape}: needed is a flat float32 vector")
+    return implementation.encode(flat)
+
+
+def decode(codec: Codec, buffer: bytes | bytearray | memoryview, size: int) -> Float32:
+    """The `size` float32 values in `buffer`; read-only, and a view of `buffer` where that is possible (fp32).
+
+    Raises UnusablePayload if the length is not that of `size` elements, SpecError for an unknown codec.
+    """
+    implementation = _find(codec)
+    raw = memoryview(buffer).cast("B")
+    expected = implementation.encoded_bytes(size)
+    if raw.nbytes != expected:
+        raise UnusablePayload(f"payload has {raw.nbytes} bytes, expected {expected} ({size} elements of {codec})")
+    flat = implementation.decode(raw)
+    flat.flags.writeable = False
+    return flat
+
+
+def _encode_fp32(flat: Float32) -> memoryview:
+    return np.ascontiguousarray(flat, dtype="<f4").view(np.uint8).data
+
+
+def _decode_fp32(raw: memoryview) -> Float32:
+    return np.frombuffer(raw, dtype="<f4").astype(np.float32, copy=False)
+
+
+def _encode_bf16(flat: Float32) -> memoryview:
+    halves: NDArray[np.uint16] = np.empty(flat.size, np.uint16)
+    rounded = halves.view(ml_dtypes.bfloat16)
+    with np.errstate(all="ignore"):
+        for low, high in spans(0, flat.size):
+            rounded[low:high] = flat[low:high]
+    return (halves if _LITTLE else halves.byteswap()).view(np.uint8).data
+
+
+def _decode_bf16(raw: memoryview) -> Float32:
+    """A bfloat16 is the upper half of a float32: exact, whatever the bits."""
+    halves = np.frombuffer(raw, dtype="<u2")
+    words = np.empty(halves.size, np.uint32)
+    for low, high in spans(0, halves.size):
+        np.left_shift(halves[low:high], np.uint32(16), out=words[low:high], dtype=np.uint32)
+    return words.view(np.float32)
+
+
+_CODECS: dict[str, _Implementation] = {
+    "fp32": _Implementation(lambda size: 4 * size, _encode_fp32, _decode_fp32),
+    "bf16": _Implementation(lambda size: 2 * size, _encode_bf16, _decode_bf16),
+}
+
+
+def _find(codec: str) -> _Implementation:
+    try:
+        return _CODECS[codec]
+    except KeyError:
+        allowed = ", ".join(repr(name) for name in get_args(Codec))
+        raise SpecError(f"codec = {codec!r}: unknown; allowed are {allowed}; choose one of them") from None

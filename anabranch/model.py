@@ -1,0 +1,35 @@
+"""A model as a run sees it: named tensors, the layout they give, and flat fragments of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.merge.fragments import Layout, TensorSpec, plan_layout
+from anabranch.spec import RunSpec
+
+Float32 = NDArray[np.float32]
+
+
+def layout_for(spec: RunSpec, tensors: Sequence[tuple[str, Sequence[int]]]) -> Layout:
+    """The run's layout of these (name, shape) in the model's own order: every member computes the same one."""
+    named = [TensorSpec(name, tuple(shape), spec.merge.is_embedding(name)) for name, shape in tensors]
+    return plan_layout(named, spec.rounds.fragments)
+
+
+def flatten(arrays: Sequence[NDArray[Any]]) -> Float32:
+    """Tensors of one fragment, in its order, as one flat float32 vector [size]."""
+    return np.concatenate([np.ascontiguousarray(a, dtype=np.float32).reshape(-1) for a in arrays])
+
+
+def unflatten(layout: Layout, flats: Sequence[Float32]) -> dict[str, Float32]:
+    """Flat fragments back to tensors (views) under the model's own names and in its order."""
+    found = {
+        tensor.name: flat[start:stop].reshape(tensor.shape)
+        for fragment, flat in zip(layout.fragments, flats, strict=True)
+        for tensor, start, stop in fragment.segments
+    }
+    return {tensor.name: found[tensor.name] for tensor in layout.tensors}

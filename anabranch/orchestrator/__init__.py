@@ -1,0 +1,1 @@
+"""The synchronizer: a pure decision core inside an asyncio shell. Never imports torch."""

@@ -1,0 +1,235 @@
+"""The decision core: events in, instructions with reasons out.
+
+Pure: no I/O, no clock of its own; `now` is seconds of whatever clock the caller injects (the process's monotonic
+clock live, virtual time in the simulator). It runs live, in simulation and in replay, and its state serializes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from anabranch.errors import SpecError
+from anabranch.orchestrator import membership, rounds
+from anabranch.orchestrator.events import (
+    Announce,
+    Birth,
+    ChangeSetting,
+    Checkpoint,
+    Commanded,
+    Consume,
+    Declined,
+    Event,
+    Fetched,
+    FetchFailed,
+    FetchInit,
+    InitFailed,
+    InitOffered,
+    InitReady,
+    Instruction,
+    Joined,
+    Left,
+    Merged,
+    Note,
+    Offered,
+    Progressed,
+    SetTimer,
+    TimerFired,
+    Unreadable,
+    Wrote,
+)
+from anabranch.orchestrator.grace import average
+from anabranch.orchestrator.ledger import Account
+from anabranch.orchestrator.state import (
+    Fragment,
+    State,
+    dump_core,
+    dump_member,
+    load_core,
+    load_member,
+)
+from anabranch.spec import RunSpec
+
+SWEEPS_PER_HEARTBEAT = 2
+
+
+class Core:
+    """The run's state and what to do next."""
+
+    def __init__(self, spec: RunSpec, timeline: str) -> None:
+        """`timeline`: the nonce that a birth gives to version 0."""
+        self.state = State(spec=spec)
+        self._timeline = timeline
+
+    def start(self, now: float) -> list[Instruction]:
+        """Timers for a fresh or a loaded state."""
+        return list(self._start(now))
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take one event; the instructions are to be carried out in order, as one write."""
+        instructions = list(self._dispatch(event, now))
+        instructions += rounds.open_due(self.state, now)
+        return instructions
+
+    # --- dispatch -----------------------------------------------------------------------------------------
+
+    def _dispatch(self, event: Event, now: float) -> Iterator[Instruction]:
+        state = self.state
+        match event:
+            case Progressed():
+                yield from membership.progress(state, event, now)
+            case Offered():
+                yield from rounds.offered(state, event.offer, now)
+            case Fetched():
+                yield from rounds.fetched(state, event.offer, now)
+            case FetchFailed():
+                yield from rounds.fetch_failed(state, event, now)
+            case Declined():
+                yield from rounds.declined(state, event, now)
+            case Merged():
+                yield from rounds.merged(state, event, now)
+            case Wrote():
+                self._wrote(event, now)
+            case TimerFired():
+                yield from self._timer(event, now)
+            case Joined():
+                yield from membership.join(state, event, now)
+            case Left():
+                yield from membership.leave(state, event)
+                yield from rounds.review_all(state, now)
+            case InitOffered() | InitReady() | InitFailed():
+                yield from self._birth(event)
+            case Unreadable():
+                yield Consume("unreadable", event.worker, (event.entry,))
+                state.count("messages refused")
+                yield Note(f"message of {event.worker} refused: {event.reason}", "refused", {"name": event.worker})
+            case Commanded():
+                yield from self._command(event, now)
+
+    def _start(self, now: float) -> Iterator[Instruction]:
+        yield SetTimer("sweep", "sweep", self._sweep_s)
+        for round_ in self.state.rounds.values():
+            left = max(0.0, round_.deadline_s - (now - round_.opened_at))
+            yield SetTimer("round deadline, continued", "round deadline", left, round_.number)
+
+    def _timer(self, event: TimerFired, now: float) -> Iterator[Instruction]:
+        if event.name == "grace":
+            yield from rounds.grace_over(self.state, event.round, now)
+        elif event.name == "round deadline":
+            yield from rounds.deadline_over(self.state, event.round, now)
+        else:
+            yield from membership.expire(self.state, now)
+            yield from rounds.review_all(self.state, now)
+            yield from membership.close_finished(self.state)
+            yield SetTimer("sweep", "sweep", self._sweep_s)
+
+    @property
+    def _sweep_s(self) -> float:
+        return self.state.spec.workers.heartbeat_s / SWEEPS_PER_HEARTBEAT
+
+    def _wrote(self, event: Wrote, now: float) -> None:
+        """Outcomes of the last write are on the broadcast stream, at or before this number."""
+        for incarnation, fragment in self.state.unmarked:
+            if (member := self.state.members.get(incarnation)) is not None:
+                member.outcome_read[fragment] = event.broadcast
+        self.state.unmarked.clear()
+        for closed_at in self.state.committing:
+            self.state.averages.sync_s = average(self.state.averages.sync_s, now - closed_at)
+        self.state.committing.clear()
+
+    # --- birth --------------------------------------------------------------------------------------------
+
+    def _birth(self, event: InitOffered | InitReady | InitFailed) -> Iterator[Instruction]:
+        state = self.state
+        giver = state.members.get(event.incarnation)
+        name = giver.name if giver is not None else ""
+        if isinstance(event, InitOffered):
+            if state.born or giver is None or event.incarnation != state.asked_init or event.sender != name:
+                yield Consume("nobody asked for it", event.sender, (event.entry,))
+                yield Note(f"initial weights of {event.sender} refused: nobody asked for them", "refused")
+            else:
+                yield FetchInit("verify version 0", event.incarnation, event.entry, event.payload)
+            return
+        if event.entry is not None and giver is not None:
+            yield Consume("version 0 read", name, (event.entry,))
+        if state.born:
+            return
+        if isinstance(event, InitFailed):
+            if event.incarnation == state.asked_init:
+                state.asked_init = 0
+            if giver is not None:
+                giver.can_init = False
+            yield Note(f"initial weights of {name} refused: {event.reason}", "refused", {"name": name})
+            yield from membership.ask_for_init(state)
+            return
+        state.layout_hash, state.timeline = event.layout_hash, self._timeline
+        state.fragments = [
+            Fragment(index=i, size=size, digest=digest)
+            for i, (size, digest) in enumerate(zip(event.sizes, event.digests, strict=True))
+        ]
+        membership.born(state)
+        yield Birth(f"version 0 of {len(state.fragments)} fragments, {sum(event.sizes):,} parameters", state.timeline)
+
+    # --- operators ----------------------------------------------------------------------------------------
+
+    def _command(self, event: Commanded, now: float) -> Iterator[Instruction]:
+        state = self.state
+        yield Consume("command read", "", (event.entry,))
+        if event.id in state.commands:
+            return
+        state.commands.append(event.id)
+        by = f" (by {event.by})" if event.by else ""
+        match event.action:
+            case "pause" | "resume":
+                state.paused = event.action == "pause"
+                yield Announce(f"{event.action}d{by}", "pause" if state.paused else "resume")
+            case "stop":
+                state.stopped = True
+                yield Announce(f"stopped{by}", "stop")
+            case "checkpoint":
+                yield Checkpoint(f"asked for{by}")
+            case "set":
+                yield from self._set(event, by, now)
+            case _:
+                yield Note(f"unknown command {event.action!r}{by}", "refused")
+
+    def _set(self, event: Commanded, by: str, now: float) -> Iterator[Instruction]:
+        try:
+            self.state.spec = self.state.spec.changed(event.key, event.value)
+        except SpecError as error:
+            yield Note(f"setting refused{by}: {error}", "refused", {"key": event.key})
+            return
+        yield ChangeSetting(f"{event.key} = {event.value}{by}", event.key, event.value)
+        if event.key.startswith("rounds.grace"):
+            yield from rounds.change_grace(self.state, now)
+        yield from rounds.review_all(self.state, now)  # quorum and grace act at once
+
+    # --- stored form --------------------------------------------------------------------------------------
+
+    def dump(self, now: float, *, everything: bool = False) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+        """(core record, member records by incarnation); members only if their durable part changed."""
+        wanted = self.state.members if everything else self.state.dirty
+        members = {i: dump_member(self.state.members[i], now) for i in sorted(wanted) if i in self.state.members}
+        self.state.dirty.clear()
+        return dump_core(self.state, now), members
+
+    @classmethod
+    def load(
+        cls,
+        record: dict[str, Any],
+        members: list[dict[str, Any]],
+        accounts: dict[int, Account],
+        *,
+        spec: RunSpec,
+        broadcast: int,
+        now: float,
+    ) -> Core:
+        """The inverse of `dump`, with the ledger's booked figures."""
+        core = cls(spec, record["timeline"])
+        core.state = load_core(record, spec, now)
+        count = len(core.state.fragments)
+        for item in members:
+            account = accounts.get(item["incarnation"]) or Account.empty(count)
+            member = load_member(item, account, read=broadcast, now=now)
+            core.state.members[member.incarnation] = member
+        return core

@@ -1,0 +1,436 @@
+"""The asyncio shell around the decision core.
+
+One task acts: it takes events from a queue, feeds the core, and stores each batch of decisions as one fenced
+transaction before it takes the next. So what is stored is always a state the core was in, and a process killed
+anywhere loses nothing that the streams do not still hold. Other tasks read streams, listen for knocks, renew the
+lease, fetch payloads and merge; they only put events on the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anabranch.errors import AnabranchError, BlobMissing, Fenced, PayloadError
+from anabranch.faults import fail_at
+from anabranch.orchestrator import events as ev
+from anabranch.orchestrator import ingest, store
+from anabranch.orchestrator.checkpoint import Checkpointer
+from anabranch.orchestrator.clock import SteadyClock, Timers
+from anabranch.orchestrator.tape import Tape
+from anabranch.orchestrator.vault import Vault
+from anabranch.queue import messages
+from anabranch.queue.blobs import RedisBlobs
+from anabranch.queue.connection import OUTAGE, check_server, connect
+from anabranch.queue.keys import SYNCHRONIZER, Keys
+from anabranch.queue.patience import LONGEST_S, REPLY_S, persist
+from anabranch.queue.records import RunRecord
+from anabranch.queue.scripts import FencedWriter, Transaction, WriteRefused, Written
+from anabranch.queue.streams import Entry, StreamReader
+from anabranch.queue.url import RunUrl
+from anabranch.spec import ID_PATTERN, RunSpec
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+    from anabranch.orchestrator.core import Core
+
+log = logging.getLogger("anabranch.synchronizer")
+
+LONGEST_WAIT_S = 0.2  # between two ticks of the core's clock
+STORE_EVERY_S = 1.0  # members' volatile figures, for `anabranch status` and a successor
+RELEASE_S = 2.0  # to give the lease back when ending; it runs out by itself otherwise
+BATCH = 256  # events handled in one transaction
+FETCHES = 8  # payloads fetched at the same time
+
+T = TypeVar("T")
+
+
+class Synchronizer:
+    """Leads one run until it is stopped or fenced."""
+
+    def __init__(
+        self,
+        url: RunUrl,
+        spec: RunSpec | None = None,
+        *,
+        directory: Path | None = None,
+        init: Path | None = None,
+        clock: SteadyClock | None = None,
+    ) -> None:
+        """`directory`: run directory for tape and checkpoints; `init`: safetensors file with version 0."""
+        self.url = url
+        self.keys = Keys(url.run)
+        self.clock = clock or SteadyClock()
+        self.tape = Tape(directory)
+        self.owner = secrets.token_hex(8)
+        self.core: Core | None = None  # None: standby
+        self.vault: Vault | None = None
+        self.standby_for: str | None = None
+        self.hearing = True
+        self.stopped = asyncio.Event()  # the run was stopped by an operator and everything is stored
+        self.changed = asyncio.Event()  # something happened: pages refresh
+        self._spec = spec
+        self._directory = directory
+        self._init = init
+        self._queue: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._timers = Timers()
+        self._inboxes = StreamReader()
+        self._senders: dict[str, tuple[str, str]] = {}  # stream: kind, sender
+        self._slots = asyncio.Semaphore(FETCHES)
+        self._ending = asyncio.Event()
+        self._tasks: asyncio.TaskGroup
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Take the lease (waiting as standby while another leads), load, and lead until `end` or a stop.
+
+        Raises `Fenced` when a newer leader took over, `ServerError` and `SpecError` at the start.
+        """
+        async with AsyncExitStack() as stack:
+            self._redis = await self._open(stack, "leader")
+            self._reading = await self._open(stack, "reader")
+            await check_server(self._redis, self.url)
+            stack.callback(self.tape.close)
+            self._writer = FencedWriter(self._redis, self.keys, self.owner)
+            lease_s = self._spec.leader.lease_s if self._spec is not None else RunSpec().leader.lease_s
+            if not await self._lead(lease_s):
+                return
+            stack.push_async_callback(self._release)
+            await self._load()
+            assert self.vault is not None
+            stack.callback(self.vault.close)
+            try:
+                async with asyncio.TaskGroup() as self._tasks:
+                    self._spawn(self._act(), "act")
+                    self._spawn(self._read(), "read streams")
+                    self._spawn(self._listen(stack), "listen for knocks")
+                    self._spawn(self._keep_lease(), "keep lease")
+                    self._spawn(self._watch_end(), "watch for the end")
+            except* _Ended:
+                pass
+            except* AnabranchError as group:
+                raise _first(group) from None
+
+    def end(self) -> None:
+        """Ask `run` to return once what is decided is stored."""
+        self._ending.set()
+
+    async def _open(self, stack: AsyncExitStack, name: str) -> Redis:
+        redis = connect(self.url, name=f"anabranch-{name}")
+        stack.push_async_callback(redis.aclose)
+        return redis
+
+    async def _lead(self, lease_s: float) -> bool:
+        while not self._ending.is_set():
+            holder = await self._persist(lambda: self._writer.acquire(lease_s), "take the lease")
+            if holder is None:
+                self.standby_for = None
+                log.info("leading run %s, epoch %d", self.keys.run, self._writer.epoch)
+                return True
+            if self.standby_for != holder:
+                log.info("standby: run %s is led by %s", self.keys.run, holder)
+                self.standby_for = holder
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), min(1.0, lease_s / 4))
+        return False
+
+    async def _release(self) -> None:
+        with suppress(Fenced, *OUTAGE):
+            async with asyncio.timeout(RELEASE_S):
+                await self._writer.renew(0)
+
+    async def _load(self) -> None:
+        now = self.clock.tick()
+        timeline = f"0-{secrets.token_hex(4)}"
+        core, record = await store.load(self._redis, self.keys, self._spec, timeline, now)
+        blobs = RedisBlobs(self._redis, self.keys)
+        self.vault = Vault(core.state.spec, blobs)
+        if core.state.born:
+            assert record.layout is not None
+            await store.load_tensors(self._redis, self.keys, self.vault, record.layout)
+            log.info("run %s continues: %s tokens applied", self.keys.run, f"{core.state.tokens:,}")
+        self._start_scribe(core, record)
+        self.core = core
+        self._inboxes.follow(self.keys.control)
+        self._senders[self.keys.control] = ("control", "")
+        for member in core.state.members.values():
+            self._follow(member.name)
+
+    def _start_scribe(self, core: Core, record: RunRecord) -> None:
+        assert self.vault is not None
+        self._scribe = store.Scribe(self.keys, core, self.vault, self.tape, record)
+        self.checkpoints = Checkpointer(self._directory, core.state.spec.checkpoint.keep)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.create_task(work, name=f"synchronizer: {name}")
+
+    async def _watch_end(self) -> None:
+        await self._ending.wait()
+        raise _Ended
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Follow every inbox and progress stream; blocks briefly so that new streams are picked up."""
+        while True:
+            entries = await self._persist(
+                lambda: self._inboxes.read(self._reading, int(LONGEST_WAIT_S * 1000)), "read streams", reading=True
+            )
+            fail_at("after read")
+            self._take(entries)
+
+    async def _drain(self) -> None:
+        """Read what is there before a timer may fire."""
+        with suppress(*OUTAGE):
+            async with asyncio.timeout(REPLY_S):
+                self._take(await self._inboxes.read(self._redis, None))
+
+    def _take(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            kind, sender = self._senders.get(entry.stream, ("", ""))
+            if kind == "inbox":
+                self._queue.put_nowait(ingest.read_inbox(entry, sender, self.keys.run))
+            elif kind == "progress":
+                self._queue.put_nowait(ingest.read_progress(entry, sender, self.keys.run))
+            elif kind == "control":
+                self._queue.put_nowait(ingest.read_control(entry, self.keys.run))
+
+    async def _listen(self, stack: AsyncExitStack) -> None:
+        """Knocks name inboxes we may not know yet; they are repeated until the member is welcomed."""
+        redis = await self._open(stack, "knocks")
+        while True:
+            pubsub = redis.pubsub(ignore_subscribe_messages=True)
+            try:
+                await pubsub.subscribe(self.keys.knock)
+                async for message in pubsub.listen():
+                    name = message["data"].decode(errors="replace")
+                    if re.fullmatch(ID_PATTERN, name) and not name.startswith(SYNCHRONIZER):
+                        self._follow(name)
+            except OUTAGE:
+                await asyncio.sleep(LONGEST_S / 4)
+            finally:
+                with suppress(*OUTAGE):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+    def _follow(self, name: str) -> None:
+        assert self.core is not None
+        if len(self._senders) > 2 * self.core.state.spec.limits.max_members + 1:
+            return
+        for kind, stream in (("inbox", self.keys.contributions(name)), ("progress", self.keys.progress(name))):
+            self._senders[stream] = (kind, name)
+            self._inboxes.follow(stream)
+
+    def _forget(self, name: str) -> None:
+        for stream in (self.keys.contributions(name), self.keys.progress(name)):
+            self._senders.pop(stream, None)
+            self._inboxes.forget(stream)
+
+    # --- acting -------------------------------------------------------------------------------------------
+
+    async def _act(self) -> None:
+        core = self.core
+        assert core is not None
+        await self._store(self._scribe.write_spec())
+        await self._carry_out([*core.start(self.clock.now)])
+        if self._init is not None and not core.state.born:
+            self._spawn(self._birth_from_file(self._init), "read --init")
+        stored_at = self.clock.now
+        while True:
+            events = await self._next_events()
+            now = self.clock.tick(hearing=self.hearing)
+            instructions = [i for event in events for i in core.handle(event, now)]
+            due = now - stored_at >= STORE_EVERY_S
+            stored_at = now if due else stored_at
+            await self._carry_out(instructions, everything=due)
+
+    async def _next_events(self) -> list[ev.Event]:
+        """Everything that waits, or the timers that are due once the streams are drained."""
+        wait_s = self._timers.next_in(self.clock.now, LONGEST_WAIT_S)
+        if self._queue.empty() and wait_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    return self._batch(await self._queue.get())
+        now = self.clock.tick(hearing=self.hearing)
+        fired = self._timers.pop_due(now)
+        if fired:
+            await self._drain()
+        events = self._batch(None)
+        return events + [ev.TimerFired(name, number) for name, number in fired]  # type: ignore[arg-type]
+
+    def _batch(self, first: ev.Event | None) -> list[ev.Event]:
+        events = [first] if first is not None else []
+        while len(events) < BATCH and not self._queue.empty():
+            events.append(self._queue.get_nowait())
+        return events
+
+    async def _carry_out(self, instructions: list[ev.Instruction], *, everything: bool = False) -> None:
+        """Store a batch of decisions as one transaction, then do what follows from it."""
+        now = self.clock.now
+        self._start_work(instructions, now)
+        transaction, tape_events = self._scribe.compose(instructions, now, everything=everything)
+        if not transaction:
+            return
+        if any(isinstance(i, ev.Commit) for i in instructions):
+            fail_at("before commit")
+        written = await self._store(transaction)
+        for event in tape_events:
+            self.tape.append(event)
+            log.info("%-10s %s", event["kind"], event["reason"])
+        self.tape.flush()
+        await self._after(instructions)
+        self._queue.put_nowait(ev.Wrote(written.broadcast))
+        if tape_events:
+            self.changed.set()
+
+    def _start_work(self, instructions: list[ev.Instruction], now: float) -> None:
+        assert self.vault is not None
+        for instruction in instructions:
+            match instruction:
+                case ev.SetTimer():
+                    self._timers.set(instruction.name, instruction.round, now + instruction.after_s)
+                case ev.Fetch(offer=offer):
+                    self._spawn(self._fetch(offer), "fetch")
+                case ev.Drop(offer=offer):
+                    self.vault.drop(offer)
+                case ev.Merge():
+                    self._spawn(self._merge(instruction), "merge")
+                case ev.FetchInit():
+                    self._spawn(self._birth_from_worker(instruction), "fetch version 0")
+
+    async def _after(self, instructions: list[ev.Instruction]) -> None:
+        """What may only happen once the batch is stored."""
+        assert self.vault is not None
+        for instruction in instructions:
+            match instruction:
+                case ev.Commit():
+                    self.vault.install(instruction.fragment, instruction.round, instruction.version - 1)
+                    fail_at("after commit")
+                case ev.Close(last_of_name=True, name=name):
+                    self._forget(name)
+                case ev.Checkpoint():
+                    await self.save_checkpoint()
+                case ev.Announce(what="stop"):
+                    await self.save_checkpoint()
+                    self.stopped.set()
+
+    async def save_checkpoint(self) -> Path | None:
+        """Write the current versions to the run directory; None without one or before birth."""
+        core, vault = self.core, self.vault
+        if core is None or vault is None or vault.layout is None or self._directory is None or not vault.versions:
+            return None
+        return await self.checkpoints.save(core.state, vault.layout, list(vault.versions))
+
+    async def _store(self, transaction: Transaction) -> Written:
+        """Write until it is stored. Payloads that ran out during an outage are uploaded once more."""
+        while True:
+            try:
+                return await self._persist(lambda: self._writer.write(transaction), "write")
+            except WriteRefused as error:
+                if not str(error).startswith("missing"):
+                    raise
+                log.warning("%s: uploading again", error)
+                assert self.vault is not None
+                for version in [*self.vault.prepared.values(), *self.vault.versions]:
+                    await self._persist(lambda v=version: self.vault.upload_again(v), "upload", bounded=False)  # type: ignore[misc]
+
+    # --- work off the loop --------------------------------------------------------------------------------
+
+    async def _fetch(self, offer: ev.Offer) -> None:
+        assert self.vault is not None
+        vault = self.vault
+        async with self._slots:
+            try:
+                await self._persist(lambda: vault.fetch(offer), "fetch a contribution", bounded=False)
+            except BlobMissing as error:
+                self._queue.put_nowait(ev.FetchFailed(offer, str(error), gone=True))
+            except PayloadError as error:
+                self._queue.put_nowait(ev.FetchFailed(offer, str(error)))
+            else:
+                self._queue.put_nowait(ev.Fetched(offer))
+
+    async def _merge(self, order: ev.Merge) -> None:
+        assert self.vault is not None
+        vault = self.vault
+        digest, reason = await self._persist(lambda: vault.merge(order), "merge", bounded=False)
+        self._queue.put_nowait(ev.Merged(order.round, digest, reason))
+
+    async def _birth_from_worker(self, order: ev.FetchInit) -> None:
+        assert self.vault is not None
+        vault = self.vault
+        try:
+            layout, versions = await self._persist(
+                lambda: vault.take_init(order.payload), "fetch version 0", bounded=False
+            )
+        except AnabranchError as error:
+            self._queue.put_nowait(ev.InitFailed(order.incarnation, str(error), order.entry))
+            return
+        self._prepare_birth(layout, versions, order.incarnation, order.entry)
+
+    async def _birth_from_file(self, path: Path) -> None:
+        assert self.vault is not None
+        vault = self.vault
+        layout, versions = await self._persist(lambda: vault.take_file(path), "upload version 0", bounded=False)
+        self._prepare_birth(layout, versions, 0, None)
+
+    def _prepare_birth(self, layout: Any, versions: list[Any], incarnation: int, entry: bytes | None) -> None:
+        assert self.vault is not None
+        self.vault.layout, self.vault.versions = layout, versions
+        self._scribe.birthday = store.Birthday(layout)
+        self._queue.put_nowait(
+            ev.InitReady(
+                incarnation,
+                layout.hash,
+                tuple(fragment.size for fragment in layout.fragments),
+                tuple(version.theta_claim.digest for version in versions),
+                entry,
+            )
+        )
+
+    # --- lease --------------------------------------------------------------------------------
+
+    async def _keep_lease(self) -> None:
+        assert self.core is not None
+        lease_s = self.core.state.spec.leader.lease_s
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            await self._persist(lambda: self._writer.renew(lease_s), "renew the lease")
+
+    async def _persist(
+        self, action: Callable[[], Awaitable[T]], what: str, *, reading: bool = False, bounded: bool = True
+    ) -> T:
+        """`bounded` False: payloads, which bound themselves chunk by chunk."""
+        timeout_s = REPLY_S if bounded else None
+        return await persist(action, what, log, timeout_s=timeout_s, on_state=self._set_hearing if reading else None)
+
+    def _set_hearing(self, hearing: bool) -> None:
+        self.hearing = hearing
+
+
+class _Ended(Exception):
+    """Unwinds the task group when `end` was called."""
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first plain exception in a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def send_command(
+    redis: Redis, keys: Keys, action: str, *, key: str = "", value: Any = None, by: str = ""
+) -> None:
+    """Put an operator's command on the control stream."""
+    command = messages.Command.model_validate(
+        {"id": secrets.token_hex(8), "action": action, "key": key, "value": value, "by": by}
+    )
+    await redis.xadd(keys.control, {"m": messages.encode(command, keys.run)})

@@ -1,0 +1,51 @@
+"""The tape: every decision with its reason, as a stream and as a file in the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+FILE_NAME = "tape.jsonl"
+_RECENT = 200  # events the page can show
+
+
+class Tape:
+    """Events that are already stored in Redis, kept for the page and appended to `tape.jsonl`.
+
+    Lines are flushed to the operating system as they come and fsynced on `close`. Wall-clock time is only a
+    remark for people: nothing is decided by it.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self.number = 0
+        self._file: IO[str] | None = None
+        if directory is not None:
+            path = directory / FILE_NAME
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = os.fdopen(descriptor, "a", encoding="utf-8")
+
+    def stamp(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Add the wall-clock time that the stored event carries."""
+        return {"time": round(time.time(), 3), **event}
+
+    def append(self, event: dict[str, Any]) -> None:
+        self.number += 1
+        self.recent.append({"number": self.number, **event})
+        if self._file is not None:
+            self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None

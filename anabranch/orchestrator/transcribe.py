@@ -1,0 +1,160 @@
+"""From instructions of the core to operations of one fenced transaction, broadcast messages and tape events."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from anabranch.orchestrator import events as ev
+from anabranch.orchestrator.ledger import COLUMNS
+from anabranch.queue import messages as msg
+from anabranch.queue.keys import Keys, ledger_field
+from anabranch.queue.scripts import Transaction
+
+_REASON_LIMIT = 160  # characters of a reason inside a list of verdicts: 64 KiB must hold hundreds
+
+
+def transcribe(
+    instruction: ev.Instruction, transaction: Transaction, keys: Keys, commit_claim: Callable[[int], msg.Claim]
+) -> msg.Message | None:
+    """Add an instruction's writes to the transaction; return what is to be broadcast, if anything.
+
+    `commit_claim(round)` gives the claim of the new version that a `Commit` of that round announces.
+    """
+    match instruction:
+        case ev.Consume():
+            stream = keys.contributions(instruction.worker) if instruction.worker else keys.control
+            if entries := [entry for entry in instruction.entries if entry]:
+                transaction.xdel(stream, entries)
+        case ev.Book():
+            name = ledger_field(instruction.incarnation, instruction.fragment, instruction.column)
+            transaction.hincrby(keys.ledger, name, instruction.tokens)
+        case ev.Close():
+            _close_books(instruction, transaction, keys)
+    return _message(instruction, commit_claim)
+
+
+def _close_books(instruction: ev.Close, transaction: Transaction, keys: Keys) -> None:
+    """Fold an incarnation's books into the run's and drop its streams: both stay bounded."""
+    fields = []
+    for fragment, booked in enumerate(instruction.books):
+        for column, tokens in zip(COLUMNS, booked, strict=True):
+            if tokens:
+                transaction.hincrby(keys.ledger, f"departed:{fragment}:{column}", tokens)
+            fields.append(ledger_field(instruction.incarnation, fragment, column))
+    transaction.hdel(keys.ledger, fields)
+    if instruction.last_of_name:
+        transaction.unlink(keys.progress(instruction.name))
+        transaction.drop_if_empty(keys.contributions(instruction.name))
+
+
+def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Claim]) -> msg.Message | None:
+    match instruction:
+        case ev.Welcome(name=name, nonce=nonce, incarnation=incarnation):
+            return msg.Welcome(name=name, nonce=nonce, incarnation=incarnation)
+        case ev.TurnAway():
+            return msg.Refused(
+                name=instruction.name, nonce=instruction.nonce, reason=instruction.reason, retry=instruction.retry
+            )
+        case ev.AskInit(incarnation=incarnation):
+            return msg.SendInit(incarnation=incarnation)
+        case ev.Birth(timeline=timeline):
+            return msg.Born(timeline=timeline)
+        case ev.OpenRound():
+            return msg.Call(
+                round=instruction.round,
+                fragment=instruction.fragment,
+                timeline=instruction.timeline,
+                base=instruction.base,
+                called=list(instruction.called),
+            )
+        case ev.Commit():
+            return msg.Merged(
+                round=instruction.round,
+                fragment=instruction.fragment,
+                timeline=instruction.timeline,
+                version=instruction.version,
+                claim=commit_claim(instruction.round),
+                closed=instruction.closed,
+                verdicts=_verdicts(instruction.verdicts),
+                tokens=instruction.tokens,
+                reason=instruction.reason,
+            )
+        case ev.Abandon():
+            return msg.Abandoned(
+                round=instruction.round,
+                fragment=instruction.fragment,
+                base=instruction.base,
+                reason=instruction.reason,
+            )
+        case ev.Settle(verdicts=verdicts):
+            return msg.Verdicts(verdicts=_verdicts(verdicts))
+        case ev.AskAgain():
+            return msg.Resend(
+                incarnation=instruction.incarnation, fragment=instruction.fragment, base=instruction.base
+            )
+        case ev.Close(incarnation=incarnation) | ev.TellClosed(incarnation=incarnation):
+            return msg.Closed(incarnations=[incarnation], reason=instruction.reason)
+        case ev.ChangeSetting(key=key, value=value):
+            return msg.Setting(key=key, value=value)
+        case ev.Announce(what=what):
+            if what == "stop":
+                return msg.Stop(reason=instruction.reason)
+            return msg.Pause() if what == "pause" else msg.Resume()
+    return None
+
+
+def _verdicts(verdicts: Sequence[ev.Verdict]) -> list[msg.Verdict]:
+    return [
+        msg.Verdict(
+            incarnation=v.incarnation,
+            fragment=v.fragment,
+            base=v.base,
+            applied=v.applied,
+            tokens=v.tokens,
+            reason=v.reason[:_REASON_LIMIT],
+        )
+        for v in verdicts
+    ]
+
+
+def tape_event(instruction: ev.Instruction) -> dict[str, Any] | None:
+    """An instruction as an event of the tape, with plain values; None if it is not for the tape."""
+    if not instruction.on_tape:
+        return None
+    fields = {f.name: _plain(getattr(instruction, f.name)) for f in dataclasses.fields(instruction)}
+    kind = _KINDS.get(type(instruction), type(instruction).__name__.lower())
+    return {"kind": kind, **fields} if not isinstance(instruction, ev.Note) else fields
+
+
+_KINDS: dict[type[ev.Instruction], str] = {
+    ev.Welcome: "joined",
+    ev.TurnAway: "turned away",
+    ev.AskInit: "init asked",
+    ev.Birth: "born",
+    ev.OpenRound: "opened",
+    ev.Commit: "merged",
+    ev.Abandon: "abandoned",
+    ev.Reject: "rejected",
+    ev.Settle: "settled",
+    ev.AskAgain: "resend",
+    ev.Gone: "gone",
+    ev.Close: "closed",
+    ev.TellClosed: "told closed",
+    ev.ChangeSetting: "set",
+    ev.Announce: "announced",
+    ev.Checkpoint: "checkpoint",
+}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value

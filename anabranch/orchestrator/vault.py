@@ -1,0 +1,197 @@
+"""The tensors of a run as the synchronizer holds them: Θ and momentum per fragment, contributions in hand.
+
+Numbers only: fetching, verifying, merging and uploading. What to do with them is the core's business. Everything
+heavy runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.errors import CheckpointError, LayoutMismatch, MalformedMessage, SpecError, UnusablePayload
+from anabranch.faults import fail_at
+from anabranch.merge.average import MergeRules, merge_fragment
+from anabranch.merge.codecs import decode, encode, encoded_bytes
+from anabranch.merge.fragments import Layout
+from anabranch.merge.guards import inspect, is_finite
+from anabranch.merge.outer import OuterOptimizer
+from anabranch.model import flatten, layout_for
+from anabranch.orchestrator.events import Merge, Offer
+from anabranch.queue import messages, records
+from anabranch.queue.blobs import BlobStore
+from anabranch.queue.keys import SYNCHRONIZER
+from anabranch.spec import RunSpec
+
+Float32 = NDArray[np.float32]
+LAYOUT_LIMIT_BYTES = 64 * 1024 * 1024
+
+
+@dataclass
+class Version:
+    """One fragment's tensors and where their bytes are. `momentum` None: zeros, before the first merge."""
+
+    theta: Float32  # [size]
+    momentum: Float32 | None
+    theta_claim: messages.Claim
+    momentum_claim: messages.Claim | None
+
+    def to_record(self) -> bytes:
+        """The stored form of `state`'s field `fragment:<p>`."""
+        return records.pack_fragment(self.theta_claim, self.momentum_claim)
+
+
+@dataclass
+class Vault:
+    """See the module's docstring. `layout` is None before birth."""
+
+    spec: RunSpec
+    blobs: BlobStore
+    layout: Layout | None = None
+    versions: list[Version] = field(default_factory=list)
+    in_hand: dict[tuple[str, bytes], tuple[Offer, Float32]] = field(default_factory=dict)  # by sender and entry
+    prepared: dict[int, Version] = field(default_factory=dict)  # by round: merged, uploaded, not committed
+
+    def __post_init__(self) -> None:
+        merge = self.spec.merge
+        self._rules = MergeRules(matrix=merge.matrix, embedding=merge.embedding)
+        self._outer = OuterOptimizer(merge.outer_lr, merge.outer_momentum)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="merge")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- contributions ------------------------------------------------------------------------------------
+
+    async def fetch(self, offer: Offer) -> None:
+        """Fetch and verify one contribution; raises a `PayloadError` that says what is wrong with it."""
+        assert self.layout is not None
+        fragment = self.layout.fragments[offer.fragment]
+        codec = self.spec.workers.codec
+        if offer.claim.codec != codec:
+            raise UnusablePayload(f"codec {offer.claim.codec!r}, the run uses {codec!r} (workers.codec)")
+        expected = encoded_bytes(codec, fragment.size)
+        if offer.claim.bytes != expected:
+            raise UnusablePayload(
+                f"wrong shape: {offer.claim.bytes} bytes, fragment {fragment.index} has {expected} "
+                f"({fragment.size} parameters of {codec})"
+            )
+        data = await self.blobs.get(offer.claim, expected)
+        fail_at("after fetch")
+
+        def verify() -> Float32:
+            flat = decode(codec, data, fragment.size)
+            inspect(fragment, flat, max_norm=self.spec.limits.max_delta_norm)
+            return flat
+
+        flat = await asyncio.get_running_loop().run_in_executor(self._threads, verify)
+        self.in_hand[offer.sender, offer.entry] = (offer, flat)
+
+    def drop(self, offer: Offer) -> None:
+        self.in_hand.pop((offer.sender, offer.entry), None)
+
+    # --- merging ------------------------------------------------------------------------------------------
+
+    async def merge(self, order: Merge) -> tuple[bytes | None, str]:
+        """Merge, take the outer step and upload; the new version's digest, or None and why there is none."""
+        assert self.layout is not None
+        fragment = self.layout.fragments[order.fragment]
+        old = self.versions[order.fragment]
+        deltas = [self.in_hand[offer.sender, offer.entry][1] for offer, _ in order.parts]
+        weights = [weight for _, weight in order.parts]
+
+        def compute() -> tuple[Float32, Float32] | None:
+            gradient = merge_fragment(fragment, deltas, weights, self._rules)
+            return None if gradient is None else self._outer.step(old.theta, old.momentum, gradient)
+
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, compute)
+        if result is None:
+            return None, "nothing to merge: all weights are zero"
+        theta, momentum = result
+        if not (is_finite(theta) and is_finite(momentum)):
+            return None, "the outer step left float32's range: Θ stays as it is"
+        fail_at("after merge")
+        self.prepared[order.round] = await self.upload(theta, momentum)
+        return self.prepared[order.round].theta_claim.digest, ""
+
+    async def upload(self, theta: Float32, momentum: Float32 | None) -> Version:
+        """Blobs of our own, on a TTL until a commit keeps them."""
+        ttl_s = self.spec.limits.blob_ttl_s
+        theta_claim = await self.blobs.put(SYNCHRONIZER, encode("fp32", theta), "fp32", ttl_s)
+        momentum_claim = None
+        if momentum is not None:
+            momentum_claim = await self.blobs.put(SYNCHRONIZER, encode("fp32", momentum), "fp32", ttl_s)
+        return Version(theta, momentum, theta_claim, momentum_claim)
+
+    async def upload_again(self, version: Version) -> None:
+        """A commit found a chunk missing (its TTL ran out during an outage): the bytes are still here."""
+        ttl_s = self.spec.limits.blob_ttl_s
+        await self.blobs.put_again(version.theta_claim, encode("fp32", version.theta), ttl_s)
+        if version.momentum is not None and version.momentum_claim is not None:
+            await self.blobs.put_again(version.momentum_claim, encode("fp32", version.momentum), ttl_s)
+
+    def install(self, fragment: int, round_number: int, base: int) -> None:
+        """A commit is stored: its version is current, what was based on the one before is not."""
+        self.versions[fragment] = self.prepared.pop(round_number)
+        for key, (offer, _) in list(self.in_hand.items()):
+            if offer.fragment == fragment and offer.base <= base:
+                del self.in_hand[key]
+
+    # --- birth and loading --------------------------------------------------------------------------------
+
+    async def take_init(self, offer: messages.Init) -> tuple[Layout, list[Version]]:
+        """Fetch and verify version 0 as a worker sent it, and upload it under our own name."""
+        wire = messages.unpack(bytes(await self.blobs.get(offer.layout, LAYOUT_LIMIT_BYTES)))
+        layout = Layout.from_wire(wire)
+        expected = layout_for(self.spec, [(t.name, t.shape) for t in layout.tensors])
+        if expected.hash != layout.hash:
+            raise LayoutMismatch(expected.first_difference(layout) or "the layout is split into other fragments")
+        if len(offer.fragments) != len(layout.fragments):
+            raise MalformedMessage(f"{len(offer.fragments)} fragments sent, {len(layout.fragments)} expected")
+        flats = []
+        for fragment, claim in zip(layout.fragments, offer.fragments, strict=True):
+            data = await self.blobs.get(claim, encoded_bytes("fp32", fragment.size))
+            flat = decode("fp32", data, fragment.size)
+            inspect(fragment, flat, max_norm=None)
+            flats.append(flat)
+        return layout, [await self.upload(flat, None) for flat in flats]
+
+    async def take_file(self, path: Path) -> tuple[Layout, list[Version]]:
+        """Version 0 from a safetensors file (`--init`)."""
+        tensors = await asyncio.to_thread(_read_safetensors, path)
+        layout = layout_for(self.spec, [(name, array.shape) for name, array in tensors.items()])
+        return layout, [
+            await self.upload(flatten([tensors[t.name] for t in fragment.tensors]), None)
+            for fragment in layout.fragments
+        ]
+
+    async def load(self, layout: Layout, claims: Sequence[tuple[messages.Claim, messages.Claim | None]]) -> None:
+        """Fetch what `state` names; `BlobMissing` or `BlobCorrupt` if the server lost or changed it."""
+        self.layout = layout
+        for fragment, (theta_claim, momentum_claim) in zip(layout.fragments, claims, strict=True):
+            limit = encoded_bytes("fp32", fragment.size)
+            theta = decode("fp32", await self.blobs.get(theta_claim, limit), fragment.size)
+            momentum = None
+            if momentum_claim is not None:
+                momentum = decode("fp32", await self.blobs.get(momentum_claim, limit), fragment.size)
+            self.versions.append(Version(theta, momentum, theta_claim, momentum_claim))
+
+
+def _read_safetensors(path: Path) -> dict[str, NDArray[Any]]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        tensors: dict[str, NDArray[Any]] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"--init {path}: not a readable safetensors file: {error}") from None
+    if not tensors:
+        raise SpecError(f"--init {path}: holds no tensor")
+    return tensors

@@ -1,0 +1,207 @@
+"""What the status page, `/api/status` and `anabranch status` show: one pure function of the core's state.
+
+Page, command line and log cannot disagree, because all of them show what the core itself decides from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anabranch.orchestrator import policies
+from anabranch.orchestrator.grace import slack_s
+from anabranch.orchestrator.ledger import weighted
+from anabranch.orchestrator.state import Departed, Member, Round, State
+
+CLOSED = ("all arrived", "grace expired", "abandoned")
+
+
+def view(state: State, now: float) -> dict[str, Any]:
+    """A JSON-able picture of the run. Durations in seconds, tokens parameter-weighted."""
+    members = sorted(state.members.values(), key=lambda m: (m.role, m.name, m.incarnation))
+    return {
+        "run": state.spec.name,
+        "phase": phase(state, now),
+        "timeline": state.timeline,
+        "tokens": state.tokens,
+        "parameters": sum(state.sizes),
+        "settings": _settings(state),
+        "rounds": {name: state.counts.get(name, 0) for name in CLOSED},
+        "refused": {k: v for k, v in sorted(state.counts.items()) if k not in CLOSED},
+        "open": [_round(state, r, now) for _, r in sorted(state.rounds.items())],
+        "fragments": [{"version": f.version, "in_hand": len(f.in_hand), "size": f.size} for f in state.fragments],
+        "averages": _averages(state),
+        "members": [_member(state, m, now) for m in members],
+        "departed": [_departed(d) for d in state.departed],
+        "live": sum(m.live and m.role == "worker" for m in members),
+        "participating": len(
+            {offer.incarnation for f in state.fragments for offer in f.in_hand.values()} | _recent(state)
+        ),
+        "heldout": [list(point) for point in state.heldout],
+        "goodput": goodput(state),
+        "bytes_sent": sum(m.bytes_sent for m in members) + sum(d.bytes_sent for d in state.departed),
+    }
+
+
+def phase(state: State, now: float) -> str:
+    """One line: what the run is doing, and if it does not move, why."""
+    if state.stopped:
+        return "stopped"
+    if not state.born:
+        asked = state.members.get(state.asked_init)
+        return f"waiting for version 0 from {asked.name}" if asked is not None else "waiting for a first worker"
+    if state.paused:
+        return "paused"
+    workers = [m for m in state.members.values() if m.live and m.role == "worker"]
+    if not workers:
+        return "no live worker"
+    waiting = [line for r in state.rounds.values() if (line := quorum_line(state, r)) is not None]
+    if (
+        waiting
+        and len(waiting) >= len(state.rounds)
+        and not any(policies.missing(r, state) for r in state.rounds.values())
+    ):
+        return waiting[0]
+    if not any(policies.advances(m, state, now) for m in workers):
+        return "no worker makes steps"
+    return "training"
+
+
+def quorum_line(state: State, round_: Round) -> str | None:
+    """`quorum 1/2` while a round is below its quorum, else None."""
+    arrived, quorum = len(state.fragments[round_.fragment].in_hand), policies.quorum_of(round_, state)
+    return f"quorum {arrived}/{quorum}" if arrived < quorum else None
+
+
+def goodput(state: State) -> float | None:
+    """Share of workers' time spent in training steps, duty-cycle rest not counted against it."""
+    everyone: list[Member | Departed] = [*state.members.values(), *state.departed]
+    everyone = [one for one in everyone if one.role == "worker"]
+    busy = sum(m.life_s - m.rest_s for m in everyone)
+    return min(1.0, sum(m.train_s for m in everyone) / busy) if busy > 0 else None
+
+
+def _recent(state: State) -> set[int]:
+    """Who took part in one of the last P rounds."""
+    newest = max((m.last_round for m in state.members.values()), default=0)
+    horizon = newest - len(state.fragments)
+    return {m.incarnation for m in state.members.values() if m.live and m.last_round > max(0, horizon)}
+
+
+def _settings(state: State) -> dict[str, Any]:
+    rounds = state.spec.rounds
+    return {
+        "quorum": rounds.quorum,
+        "inner_steps": rounds.inner_steps,
+        "fragments": rounds.fragments,
+        "in_flight": rounds.in_flight,
+        "grace_factor": rounds.grace_factor,
+        "grace_cap_s": rounds.grace_cap_s,
+        "heartbeat_s": state.spec.workers.heartbeat_s,
+        "codec": state.spec.workers.codec,
+        "adoption": state.spec.workers.adoption,
+        "outer_lr": state.spec.merge.outer_lr,
+        "outer_momentum": state.spec.merge.outer_momentum,
+        "task": state.spec.task.name,
+    }
+
+
+def _averages(state: State) -> dict[str, Any]:
+    averages, rounds = state.averages, state.spec.rounds
+    return {
+        "step_s": averages.step_s,
+        "quorum_s": averages.quorum_s,
+        "sync_s": averages.sync_s,
+        "slack_s": slack_s(averages, rounds.in_flight, rounds.interval_steps),
+    }
+
+
+def _round(state: State, round_: Round, now: float) -> dict[str, Any]:
+    fragment = state.fragments[round_.fragment]
+    age = now - round_.opened_at
+    grace_left = None
+    if round_.quorum_at is not None and round_.grace_s is not None and round_.closed is None:
+        grace_left = max(0.0, round_.quorum_at + round_.grace_s - now)
+    return {
+        "round": round_.number,
+        "fragment": round_.fragment,
+        "base": round_.base,
+        "age_s": age,
+        "called": [state.members[i].name for i in sorted(round_.called) if i in state.members],
+        "arrived": [state.members[i].name for i in sorted(fragment.in_hand) if i in state.members],
+        "missing": [m.name for m in policies.missing(round_, state)],
+        "quorum": policies.quorum_of(round_, state),
+        "phase": "merging" if round_.closed else "grace" if grace_left is not None else "collecting",
+        "waits_for": quorum_line(state, round_),
+        "grace_s": round_.grace_s,
+        "grace_left_s": grace_left,
+        "deadline_left_s": max(0.0, round_.deadline_s - age),
+    }
+
+
+def _member(state: State, member: Member, now: float) -> dict[str, Any]:
+    sizes = state.sizes
+    account = member.account
+    condition = "live"
+    if not member.live:
+        condition = "left" if member.left else "gone"
+    elif policies.is_stuck(member, state, now):
+        condition = "stuck"
+    elif member.role == "worker" and not policies.advances(member, state, now):
+        condition = "joining"
+    behind = [f.version - v for f, v in zip(state.fragments, member.adopted, strict=False)]
+    return {
+        "incarnation": member.incarnation,
+        "name": member.name,
+        "label": member.label,
+        "role": member.role,
+        "device": member.device,
+        "condition": condition,
+        "seen_s": now - member.seen_at,
+        "steps": member.steps,
+        "step_s": member.step_s,
+        "loss": member.loss,
+        "heldout_loss": member.heldout_loss,
+        "last_round": member.last_round,
+        "behind": max(behind, default=0),
+        "processed": member.processed,
+        "applied": weighted(account.applied, sizes),
+        "rejected": weighted(account.rejected, sizes),
+        "discarded": weighted(member.discarded, sizes),
+        "lost": weighted(account.lost, sizes),
+        "pending": weighted(member.pending, sizes),
+        "unexplained": weighted([abs(member.imbalances.get(f.index, 0)) for f in state.fragments], sizes),
+        "bytes_sent": member.bytes_sent,
+    }
+
+
+def _departed(departed: Departed) -> dict[str, Any]:
+    return {
+        "incarnation": departed.incarnation,
+        "name": departed.name,
+        "role": departed.role,
+        "processed": departed.processed,
+        "applied": departed.applied,
+        "rejected": departed.rejected,
+        "discarded": departed.discarded,
+        "lost": departed.lost,
+        "pending": 0.0,
+        "unexplained": abs(
+            departed.processed - departed.applied - departed.rejected - departed.discarded - departed.lost
+        ),
+        "bytes_sent": departed.bytes_sent,
+    }
+
+
+def ledger_rows(picture: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per worker name, all its incarnations added up: the table people read.
+
+    A row of a live worker adds up once it has read its last outcome; `unexplained` is what is missing then.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    columns = ("processed", "applied", "rejected", "discarded", "lost", "pending", "unexplained")
+    for item in [*picture["members"], *picture["departed"]]:
+        if item["role"] == "worker":
+            row = rows.setdefault(item["name"], {"name": item["name"], **dict.fromkeys(columns, 0.0)})
+            for column in columns:
+                row[column] += item.get(column, 0.0)
+    return [rows[name] for name in sorted(rows)]

@@ -1,0 +1,240 @@
+"""The status page as an aiohttp application: one static page, server-sent events, JSON, a health check.
+
+Loopback by default. Requests must name the page's own host (a page elsewhere cannot reach it through a rebound
+DNS name); whatever changes the run needs the control token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from anabranch._version import VERSION
+from anabranch.errors import ServerError
+from anabranch.orchestrator.synchronizer import send_command
+from anabranch.orchestrator.view import ledger_rows, view
+from anabranch.queue.connection import OUTAGE, connect
+
+if TYPE_CHECKING:
+    from anabranch.orchestrator.synchronizer import Synchronizer
+
+REFRESH_S = 0.25  # at most four pictures per second and page
+EVENTS_SENT = 60
+MOST_STREAMS = 32  # pages watching at the same time
+CONTROL_S = 5.0  # a command that Redis does not take for so long fails
+WRITE_S = 20.0  # a page that takes nothing for so long is gone
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+_STATIC = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32" fill="none" stroke="#1a93a5" stroke-width="3" '
+    'stroke-linecap="round"><path d="M3 16h5c5 0 5-8 10-8s5 8 11 8M8 16c5 0 5 8 10 8s5-8 11-8"/></svg>'
+)
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SYNCHRONIZER: web.AppKey[Synchronizer] = web.AppKey("synchronizer")
+OPTIONS: web.AppKey[PageOptions] = web.AppKey("options")
+STREAMS: web.AppKey[set[asyncio.Task[Any]]] = web.AppKey("streams")
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """Where the page listens. `port` 0 picks a free one; `token` allows control through the page's API."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+
+
+def picture(synchronizer: Synchronizer) -> dict[str, Any]:
+    """What the page shows now."""
+    shared = {"release": VERSION, "url": synchronizer.url.redacted, "hearing": synchronizer.hearing}
+    if synchronizer.core is None:
+        holder = synchronizer.standby_for
+        waiting = f"standby: {holder} leads" if holder else "starting"
+        return {**shared, "run": synchronizer.keys.run, "phase": waiting, "leader": False}
+    shown = view(synchronizer.core.state, synchronizer.clock.now)
+    if not synchronizer.hearing:
+        shown["phase"] = "Redis does not answer"
+    checkpoint = synchronizer.checkpoints.latest
+    return {
+        **shared,
+        **shown,
+        "leader": True,
+        "ledger": ledger_rows(shown),
+        "checkpoint": str(checkpoint) if checkpoint is not None else None,
+    }
+
+
+def events_after(synchronizer: Synchronizer, number: int) -> list[dict[str, Any]]:
+    """Tape events newer than `number`, oldest first."""
+    return [event for event in synchronizer.tape.recent if event["number"] > number][-EVENTS_SENT:]
+
+
+def make_app(synchronizer: Synchronizer, options: PageOptions) -> web.Application:
+    """The application; it holds no state of its own."""
+    app = web.Application(middlewares=[_guard], client_max_size=16 * 1024)
+    app[SYNCHRONIZER], app[OPTIONS], app[STREAMS] = synchronizer, options, set()
+    app.router.add_get("/", _static_page)
+    app.router.add_get("/static/icon.svg", _icon)
+    app.router.add_get("/static/{name}", _static_page)
+    app.router.add_get("/api/status", _status)
+    app.router.add_get("/api/events", _events, allow_head=False)
+    app.router.add_get("/healthz", _health)
+    app.router.add_post("/api/control/{action}", _control)
+    app.on_shutdown.append(_end_streams)
+    return app
+
+
+@asynccontextmanager
+async def serve_page(synchronizer: Synchronizer, options: PageOptions) -> AsyncIterator[str]:
+    """Serve until the block ends; yields the page's address. A taken port is a `ServerError`."""
+    runner = web.AppRunner(make_app(synchronizer, options), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, options.host, options.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ServerError(
+                f"the status page cannot listen on {options.host}:{options.port}: {error.strerror or error}; "
+                "choose another --port (0 picks a free one)"
+            ) from None
+        host, port = runner.addresses[0][:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    finally:
+        await runner.cleanup()
+
+
+# --- handlers ---------------------------------------------------------------------------------------------
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    options = request.app[OPTIONS]
+    name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
+    own = {options.host.lower(), f"[{options.host.lower()}]"}
+    wildcard = options.host in {"0.0.0.0", "::"}  # whoever binds everything has chosen to be reachable by any name
+    try:
+        if name.lower() not in _LOOPBACK | own and not wildcard:
+            raise web.HTTPForbidden(text=f"host {name!r} is not this page's; open it by its address\n")
+        response = await handler(request)
+    except web.HTTPException as answer:
+        answer.headers.update(_HEADERS)
+        raise
+    if not response.prepared:
+        response.headers.update(_HEADERS)
+    return response
+
+
+async def _static_page(request: web.Request) -> web.Response:
+    name = request.match_info.get("name", "index.html")
+    if name not in _STATIC:
+        raise web.HTTPNotFound
+    file = resources.files("anabranch.orchestrator.web") / "static" / name
+    return web.Response(body=file.read_bytes(), content_type=_STATIC[name], charset="utf-8")
+
+
+async def _icon(request: web.Request) -> web.Response:
+    return web.Response(text=_ICON, content_type="image/svg+xml")
+
+
+async def _status(request: web.Request) -> web.Response:
+    return web.json_response(picture(request.app[SYNCHRONIZER]))
+
+
+async def _health(request: web.Request) -> web.Response:
+    synchronizer = request.app[SYNCHRONIZER]
+    healthy = synchronizer.hearing
+    return web.json_response(
+        {"ok": healthy, "leader": synchronizer.core is not None, "release": VERSION}, status=200 if healthy else 503
+    )
+
+
+async def _events(request: web.Request) -> web.StreamResponse:
+    """Server-sent events: `status` with the whole picture, `tape` with new events. Resumes by Last-Event-ID."""
+    synchronizer, streams = request.app[SYNCHRONIZER], request.app[STREAMS]
+    if len(streams) >= MOST_STREAMS:
+        raise web.HTTPServiceUnavailable(text=f"{MOST_STREAMS} pages are watching already\n")
+    task = asyncio.current_task()
+    assert task is not None
+    streams.add(task)
+    sent = _resume(synchronizer, request.headers.get("Last-Event-ID", ""))
+    response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
+    try:
+        await response.prepare(request)
+        while True:
+            events = events_after(synchronizer, sent)
+            sent = events[-1]["number"] if events else sent
+            identity = f"{synchronizer.owner}-{sent}"
+            parts = [_sse("tape", events, identity)] if events else []
+            async with asyncio.timeout(WRITE_S):
+                await response.write(b"".join([*parts, _sse("status", picture(synchronizer), identity)]))
+            await _next_change(synchronizer)
+    except (ConnectionResetError, asyncio.CancelledError):
+        return response
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+    finally:
+        streams.discard(task)
+
+
+def _resume(synchronizer: Synchronizer, last: str) -> int:
+    """The tape number a page has seen. Numbers begin anew with every synchronizer, so an id names its owner."""
+    owner, _, number = last.partition("-")
+    known = owner == synchronizer.owner and number.isdecimal() and len(number) < 16
+    return int(number) if known else 0
+
+
+async def _next_change(synchronizer: Synchronizer) -> None:
+    await asyncio.sleep(REFRESH_S)
+    synchronizer.changed.clear()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(REFRESH_S):  # ages and countdowns move without an event, too
+            await synchronizer.changed.wait()
+
+
+def _sse(event: str, data: Any, identity: str) -> bytes:
+    return f"event: {event}\nid: {identity}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+async def _control(request: web.Request) -> web.Response:
+    options, synchronizer = request.app[OPTIONS], request.app[SYNCHRONIZER]
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+    if not options.token or not hmac.compare_digest(given, options.token.encode()):
+        raise web.HTTPUnauthorized(text="needs the run's control token: Authorization: Bearer $(cat DIR/token)\n")
+    action = request.match_info["action"]
+    if action not in {"pause", "resume", "stop", "checkpoint"}:
+        raise web.HTTPNotFound(text="actions: pause, resume, stop, checkpoint\n")
+    redis = connect(synchronizer.url, name="anabranch-page")
+    try:
+        async with asyncio.timeout(CONTROL_S):
+            await send_command(redis, synchronizer.keys, action, by="page")
+    except OUTAGE:
+        raise web.HTTPServiceUnavailable(text="Redis does not answer; nothing was asked for\n") from None
+    finally:
+        await redis.aclose()
+    return web.json_response({"ok": True, "action": action}, status=202)
+
+
+async def _end_streams(app: web.Application) -> None:
+    streams = app[STREAMS]
+    for task in tuple(streams):
+        task.cancel()

@@ -1,0 +1,1 @@
+"""Redis and nothing else: key names, messages, payload blobs, streams, fenced scripts, the embedded server."""

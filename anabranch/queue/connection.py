@@ -1,0 +1,69 @@
+"""Connections, and the check that a server is fit to hold a run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from anabranch.errors import ServerUnreachable, UnsuitableServer
+from anabranch.queue.url import RunUrl
+
+#: What a lost or silent connection raises; everybody who talks to Redis retries on these.
+OUTAGE = (RedisConnectionError, RedisTimeoutError, OSError)
+
+CONNECT_S = 10.0
+OLDEST_REDIS = (7, 0)
+
+
+def connect(url: RunUrl, *, name: str, retries: int = 3, connections: int = 8) -> Redis:
+    """A client for `url` with at most so many connections; none is opened until the first command.
+
+    Bytes in, bytes out. There is no socket timeout: `patience.persist` bounds every try (it says why).
+    """
+    pool = BlockingConnectionPool.from_url(
+        url.server,
+        client_name=name,
+        max_connections=connections,
+        timeout=None,  # of waiting for a free connection
+        socket_timeout=None,
+        socket_connect_timeout=CONNECT_S,
+        protocol=2,
+        retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries),
+        **({} if url.server.startswith("unix:") else {"socket_keepalive": True}),
+    )
+    return Redis.from_pool(pool)
+
+
+async def check_server(redis: Redis, url: RunUrl) -> dict[str, Any]:
+    """Read INFO (managed servers block CONFIG) and refuse a server that is too old or may evict keys."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            info: dict[str, Any] = await redis.info()
+    except AuthenticationError as error:
+        raise ServerUnreachable(f"{url.redacted}: {error}; put user:password@ before the host") from None
+    except (RedisError, OSError) as error:
+        raise ServerUnreachable(f"{url.redacted}: {error}; is the server running, and the address right?") from None
+    judge_server(info, url.redacted)
+    return info
+
+
+def judge_server(info: dict[str, Any], where: str) -> None:
+    """Raise `UnsuitableServer` unless INFO describes Redis ≥ 7.0 or any Valkey, with `noeviction`."""
+    version = str(info.get("redis_version", "0"))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if "valkey_version" not in info and numbers < OLDEST_REDIS:
+        raise UnsuitableServer(f"{where}: Redis {version} is too old; use Redis 7.0 or newer, or Valkey")
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    limited = int(info.get("maxmemory", 0)) > 0
+    if policy != "noeviction" and (limited or policy.startswith("allkeys")):
+        raise UnsuitableServer(
+            f"{where}: maxmemory-policy is {policy}, which may delete the model; "
+            "set it to noeviction (CONFIG SET maxmemory-policy noeviction, or in your provider's console)"
+        )

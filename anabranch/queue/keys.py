@@ -1,0 +1,98 @@
+"""The one owner of key names.
+
+Every key of a run starts with `anabranch:{run/s}:`; the braces are a hash tag (all keys of one shard live in
+one slot of a Redis Cluster), s is the shard. Type and content of each:
+
+| key | type | written by | content |
+| --- | --- | --- | --- |
+| `spec` | string | synchronizer | msgpack: spec, its hash, layout |
+| `lease` | string, TTL | leader | owner |
+| `epoch` | string | leader | `number:owner`, the fencing token |
+| `state` | hash | leader | `write`, `epoch`, `broadcast`, `core`, `picture`, `fragment:<p>`, `member:<n>` |
+| `ledger` | hash | leader | `<incarnation>:<fragment>:<column>` in whole tokens |
+| `broadcast` | stream, trimmed | leader | `n` (number), `m` (envelope) |
+| `tape` | stream, trimmed | leader | `e` (msgpack event) |
+| `control` | stream | operators | `m` (envelope) |
+| `contributions:<worker>` | stream | that worker | `m` (envelope) |
+| `progress:<worker>` | stream, trimmed | that worker | `m` (envelope) |
+| `knock` | pub/sub channel | members | a worker's name |
+| `blob:<owner>:<id>:<n>` | string | owner | one chunk of a payload |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFIX = "anabranch:"
+SYNCHRONIZER = "_"  # owner of the synchronizer's blobs; no worker's name may start with it
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Key names of one run. S = 1 for now, so every fragment lives on shard 0."""
+
+    run: str
+    shard: int = 0
+
+    @property
+    def prefix(self) -> str:
+        return f"{PREFIX}{{{self.run}/{self.shard}}}:"
+
+    @property
+    def spec(self) -> str:
+        return self.prefix + "spec"
+
+    @property
+    def lease(self) -> str:
+        return self.prefix + "lease"
+
+    @property
+    def epoch(self) -> str:
+        return self.prefix + "epoch"
+
+    @property
+    def state(self) -> str:
+        return self.prefix + "state"
+
+    @property
+    def ledger(self) -> str:
+        return self.prefix + "ledger"
+
+    @property
+    def broadcast(self) -> str:
+        return self.prefix + "broadcast"
+
+    @property
+    def tape(self) -> str:
+        return self.prefix + "tape"
+
+    @property
+    def control(self) -> str:
+        return self.prefix + "control"
+
+    @property
+    def knock(self) -> str:
+        return self.prefix + "knock"
+
+    def contributions(self, worker: str) -> str:
+        return f"{self.prefix}contributions:{worker}"
+
+    def progress(self, worker: str) -> str:
+        return f"{self.prefix}progress:{worker}"
+
+    def blob(self, owner: str, blob_id: str, chunk: int) -> str:
+        return f"{self.prefix}blob:{owner}:{blob_id}:{chunk}"
+
+
+def fragment_field(fragment: int) -> str:
+    """The `state` field that holds one fragment's version and blobs."""
+    return f"fragment:{fragment}"
+
+
+def member_field(incarnation: int) -> str:
+    """The `state` field that holds one member's durable record."""
+    return f"member:{incarnation}"
+
+
+def ledger_field(incarnation: int, fragment: int, column: str) -> str:
+    return f"{incarnation}:{fragment}:{column}"

@@ -1,0 +1,374 @@
+"""Every message that travels: envelope, schema, limits.
+
+An envelope is a msgpack map `{s: schema version, t: type, r: run, b: body, g: signature}`; the body is msgpack
+itself, so a signature (reserved, empty for now) can cover its exact bytes. Sizes are checked before anything
+is decoded. Readers accept the current and the previous schema; unknown fields and types are refused.
+
+Tensors never travel here: a message carries a `Claim` (a claim check) for chunks under blob keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from anabranch.errors import MalformedMessage, OversizedMessage, SchemaMismatch
+from anabranch.spec import ID_PATTERN
+
+SCHEMA = 1
+OLDEST_SCHEMA = 1  # the previous one, once there is one
+ENVELOPE_LIMIT = 64 * 1024  # bytes
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Tokens = Annotated[int, Field(ge=1, le=2**40)]  # of one contribution; sums of them must fit HINCRBY's 63 bits
+Name = Annotated[str, Field(pattern=ID_PATTERN)]
+Label = Annotated[str, Field(max_length=200)]
+Text = Annotated[str, Field(max_length=1000)]
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Loss = Annotated[float, Field(allow_inf_nan=False)] | None
+Role = Literal["worker", "evaluator"]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Message(_Body):
+    """Base of everything that can be an envelope's body."""
+
+    type: ClassVar[str]
+
+
+class Claim(_Body):
+    """Claim check for a payload: where its chunks are and what they must hash to."""
+
+    owner: Name
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+    bytes: Count
+    chunk_bytes: Annotated[int, Field(ge=1, le=512 * 1024 * 1024)]
+    codec: Annotated[str, Field(max_length=16)]
+    hashes: Annotated[list[Digest], Field(max_length=1600)]  # SHA-256 of each chunk
+    digest: Digest  # SHA-256 over the concatenated chunk hashes
+
+
+class Figures(_Body):
+    """A worker's cumulative ledger columns for one fragment, in whole tokens."""
+
+    processed: Count
+    discarded: Count
+    pending: Count
+
+
+# --- a member's inbox: `contributions:<worker>` -----------------------------------------------------------
+
+
+class Register(Message):
+    """Asks for an incarnation. `nonce` tells two processes with one name apart."""
+
+    type = "register"
+    nonce: Nonce
+    name: Name
+    label: Label = ""
+    role: Role = "worker"
+    layout_hash: str | None = None  # None: takes the run's layout as it is
+    can_init: bool = False
+    device: Label = ""
+    release: Label = ""
+
+
+class Contribution(Message):
+    """A worker's answer to a call. Identity: (incarnation, fragment, timeline, base)."""
+
+    type = "contribution"
+    incarnation: Count
+    fragment: Count
+    timeline: Label
+    base: Count  # version of the fragment that Δ was taken against
+    base_digest: Digest
+    round: Count  # the call it answers
+    tokens: Tokens  # whose effect is in Δ
+    steps: Tokens
+    loss: Loss = None
+    figures: Figures
+    claim: Claim
+
+
+class Decline(Message):
+    """Asked for a contribution it cannot give."""
+
+    type = "decline"
+    incarnation: Count
+    fragment: Count
+    round: Count
+    reason: Text
+
+
+class Init(Message):
+    """Version 0 of all fragments, from the one worker that was asked. The layout is a blob: it may be large."""
+
+    type = "init"
+    incarnation: Count
+    layout: Claim
+    fragments: Annotated[list[Claim], Field(max_length=4096)]
+
+
+class Farewell(Message):
+    """The member leaves; nothing follows."""
+
+    type = "farewell"
+    incarnation: Count
+    figures: Annotated[list[Figures], Field(max_length=4096)] = []
+    reason: Text = ""
+
+
+# --- `progress:<worker>` ----------------------------------------------------------------------------------
+
+
+class Progress(Message):
+    """Heartbeat and figures, 1 to 10 per second. Lists have one item per fragment."""
+
+    type = "progress"
+    incarnation: Count
+    role: Role
+    steps: Count
+    step_s: Seconds  # exponential average of wall time from step to step; 0 before the second step
+    loss: Loss = None
+    adopted: Annotated[list[int], Field(max_length=4096)]  # version per fragment, -1: none
+    held: Annotated[list[int], Field(max_length=4096)]  # tokens since the fragment was adopted
+    processed: Count
+    discarded: Annotated[list[int], Field(max_length=4096)]
+    pending: Annotated[list[int], Field(max_length=4096)]
+    read: Count  # number of the last broadcast entry accounted for
+    train_s: Seconds = 0.0  # spent in training steps
+    rest_s: Seconds = 0.0  # duty-cycle rest
+    life_s: Seconds = 0.0  # since training began
+    bytes_sent: Count = 0
+    device: Label = ""
+    heldout_loss: Loss = None  # evaluator only
+    measured: Annotated[list[int], Field(max_length=4096)] = []  # versions heldout_loss was measured on
+    measured_tokens: Count = 0  # global tokens applied then
+
+
+# --- `broadcast` ------------------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    type = "welcome"
+    name: Name
+    nonce: Nonce
+    incarnation: Count
+
+
+class Refused(Message):
+    """A registration that was turned away."""
+
+    type = "refused"
+    name: Name
+    nonce: Nonce
+    reason: Text
+    retry: bool  # may succeed later (the name is still in use)
+
+
+class Closed(Message):
+    """These incarnations are over; a process that still lives registers anew and overwrites everything."""
+
+    type = "closed"
+    incarnations: list[int]
+    reason: Text
+
+
+class SendInit(Message):
+    """Asks one worker for version 0."""
+
+    type = "send_init"
+    incarnation: Count
+
+
+class Born(Message):
+    """Version 0 stands; read `state`."""
+
+    type = "born"
+    timeline: Label
+
+
+class Call(Message):
+    """Opens a round: send me this fragment, based on this version."""
+
+    type = "call"
+    round: Count
+    fragment: Count
+    timeline: Label
+    base: Count
+    called: list[int]  # incarnations
+    deferred: list[int] = []
+
+
+class Verdict(_Body):
+    """What became of one contribution. `tokens` are those the synchronizer booked."""
+
+    incarnation: Count
+    fragment: Count
+    base: Count
+    applied: bool
+    tokens: Count
+    reason: Text = ""
+
+
+class Merged(Message):
+    """A round closed and its fragment has a new version: both facts in one entry."""
+
+    type = "merged"
+    round: Count
+    fragment: Count
+    timeline: Label
+    version: Count
+    claim: Claim
+    closed: Literal["all arrived", "grace expired"]
+    verdicts: list[Verdict]
+    tokens: Count  # global tokens applied so far, parameter-weighted: drives learning-rate schedules
+    reason: Text
+
+
+class Verdicts(Message):
+    """Outcomes of contributions that arrived after their base was superseded."""
+
+    type = "verdicts"
+    verdicts: list[Verdict]
+
+
+class Abandoned(Message):
+    type = "abandoned"
+    round: Count
+    fragment: Count
+    base: Count
+    reason: Text
+
+
+class Resend(Message):
+    """A contribution's payload is gone: send it again."""
+
+    type = "resend"
+    incarnation: Count
+    fragment: Count
+    base: Count
+
+
+class Lease(Message):
+    """A new leader."""
+
+    type = "lease"
+    epoch: Count
+
+
+class Setting(Message):
+    """A mutable setting changed."""
+
+    type = "set"
+    key: Label
+    value: int | float | str | None
+
+
+class Pause(Message):
+    type = "pause"
+
+
+class Resume(Message):
+    type = "resume"
+
+
+class Stop(Message):
+    type = "stop"
+    reason: Text
+
+
+# --- `control` --------------------------------------------------------------------------------------------
+
+
+class Command(Message):
+    """An operator's wish; `id` makes a repeat harmless."""
+
+    type = "command"
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
+    action: Literal["pause", "resume", "stop", "checkpoint", "set"]
+    key: Label = ""
+    value: int | float | str | None = None
+    by: Label = ""
+
+
+def _all_messages(base: type[Message]) -> dict[str, type[Message]]:
+    return {kind.type: kind for kind in base.__subclasses__()}
+
+
+TYPES = _all_messages(Message)
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message, run: str) -> bytes:
+    """The envelope's bytes; `OversizedMessage` above the limit."""
+    body = msgpack.packb(message.model_dump())
+    data: bytes = msgpack.packb({"s": SCHEMA, "t": message.type, "r": run, "b": body, "g": b""})
+    if len(data) > ENVELOPE_LIMIT:
+        raise OversizedMessage(f"{message.type}: {len(data)} bytes, the limit is {ENVELOPE_LIMIT}")
+    return data
+
+
+def decode(data: bytes, run: str) -> Message:
+    """Check size, envelope, schema version, run, then the body; raise a `MessageError` at the first fault."""
+    if len(data) > ENVELOPE_LIMIT:
+        raise OversizedMessage(f"envelope of {len(data)} bytes, the limit is {ENVELOPE_LIMIT}")
+    envelope = _unpack(data, "envelope")
+    if set(envelope) != {"s", "t", "r", "b", "g"}:
+        raise MalformedMessage(f"envelope has keys {_names(envelope)}, expected b, g, r, s, t")
+    schema, kind, body = envelope["s"], envelope["t"], envelope["b"]
+    if type(schema) is not int or not OLDEST_SCHEMA <= schema <= SCHEMA:
+        raise SchemaMismatch(
+            f"schema {_short(schema)}; this release reads {OLDEST_SCHEMA} to {SCHEMA}: install the run's release"
+        )
+    if envelope["r"] != run:
+        raise MalformedMessage(f"envelope of run {_short(envelope['r'])}, expected {run!r}")
+    if not isinstance(kind, str) or kind not in TYPES or not isinstance(body, bytes):
+        raise MalformedMessage(f"unknown message type {_short(kind)}")
+    try:
+        return TYPES[kind].model_validate(_unpack(body, kind))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedMessage(f"{kind}.{where} = {_short(first['input'])}: {first['msg']}") from None
+
+
+def pack(value: object) -> bytes:
+    """msgpack for records that only the synchronizer writes and reads."""
+    data: bytes = msgpack.packb(value)
+    return data
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack` for trusted records; `MalformedMessage` if damaged."""
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise MalformedMessage(f"record of {len(data)} bytes is not msgpack: {error}") from None
+
+
+def _unpack(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = msgpack.unpackb(data, max_str_len=8192, max_bin_len=ENVELOPE_LIMIT, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        detail = str(error) or type(error).__name__  # StackError, "too nested", has no text
+        raise MalformedMessage(f"{what} of {len(data)} bytes is not valid msgpack: {detail[:200]}") from None
+    if not isinstance(value, dict):
+        raise MalformedMessage(f"{what} is a {type(value).__name__}, expected a map")
+    return value
+
+
+def _names(mapping: dict[Any, Any]) -> str:
+    return ", ".join(sorted(_short(key) for key in list(mapping)[:8]))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

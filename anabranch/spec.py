@@ -1,0 +1,271 @@
+"""The run's typed definition: what `run.toml` may say, its defaults, and what may change while it runs.
+
+Order of precedence, highest first: explicit argument (`--set rounds.quorum=2`), environment
+(`ANABRANCH_ROUNDS__QUORUM=2`), file (`run.toml`), default. An unknown key, a wrong type or an impossible
+combination is a `SpecError` that names the key, the value seen and what is allowed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from anabranch.errors import SpecError
+
+ID_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
+ENVIRONMENT_PREFIX = "ANABRANCH_"
+
+#: What `anabranch set` may change while the run goes on; everything else is in the hash joiners compare.
+MUTABLE = frozenset(
+    {
+        "rounds.quorum",
+        "rounds.inner_steps",
+        "rounds.grace_factor",
+        "rounds.grace_cap_s",
+    }
+)
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RoundsSpec(_Section):
+    """When a round opens and how long it waits (DESIGN section 4)."""
+
+    fragments: Annotated[int, Field(ge=1, le=4096)] = 8  # P
+    inner_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 24  # H: every fragment once per H inner steps
+    in_flight: Annotated[int, Field(ge=1, le=64)] = 2  # τ: rounds open at the same time
+    quorum: Annotated[int, Field(ge=1, le=10_000)] | Literal["all"] = 1  # K; "all": everyone called
+    grace_factor: Annotated[float, Field(ge=0, le=1)] = 0.8  # γ: share of the slack spent waiting
+    grace_cap_s: Annotated[float, Field(ge=0)] | None = None  # None: one interval, (H/P)·ξ_step
+    deadline_intervals: Positive = 4.0
+    deadline_min_s: Positive = 10.0
+
+    @model_validator(mode="after")
+    def _every_fragment_fits(self) -> Self:
+        if self.in_flight * self.inner_steps < self.fragments:
+            msg = (
+                f"in_flight × inner_steps = {self.in_flight} × {self.inner_steps} is below fragments = "
+                f"{self.fragments}: some fragment could never be synchronized within inner_steps; "
+                "raise inner_steps or in_flight, or lower fragments"
+            )
+            raise ValueError(msg)
+        return self
+
+    @property
+    def interval_steps(self) -> float:
+        """H/P: inner steps between two openings."""
+        return self.inner_steps / self.fragments
+
+
+class MergeSpec(_Section):
+    """How contributions become an outer gradient, and the outer step (DESIGN section 5)."""
+
+    matrix: Literal["radial", "average"] = "radial"
+    embedding: Literal["radial", "average"] = "average"
+    embedding_tensors: tuple[str, ...] = ("*embed*", "*emb.weight", "*wte*", "*wpe*")  # shell-style patterns
+    outer_lr: Annotated[float, Field(gt=0, le=10)] = 0.7
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+
+    def is_embedding(self, tensor: str) -> bool:
+        """Whether a tensor of this name is an embedding; a rule of names, so every member decides alike."""
+        return any(fnmatchcase(tensor, pattern) for pattern in self.embedding_tensors)
+
+
+class WorkersSpec(_Section):
+    """What every member follows."""
+
+    adoption: Literal["overwrite"] = "overwrite"
+    codec: Literal["fp32", "bf16"] = "bf16"
+    heartbeat_s: Annotated[float, Field(ge=0.05, le=3600)] = 1.0  # gone after 3 without one
+    stuck_after_steps: Annotated[float, Field(ge=2)] = 10.0  # no step for this many usual step times: stuck
+    min_step_s: Annotated[float, Field(gt=0)] = 0.0005  # claimed steps are capped at one per this time
+
+
+class LimitsSpec(_Section):
+    """What a member may cost the run."""
+
+    max_members: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    max_delta_norm: Positive | None = None
+    blob_ttl_s: Annotated[float, Field(ge=5)] = 600.0
+    superseded_ttl_s: Annotated[float, Field(ge=1)] = 60.0
+    broadcast_length: Annotated[int, Field(ge=100)] = 4096
+    tape_length: Annotated[int, Field(ge=100)] = 20_000
+
+
+class LeaderSpec(_Section):
+    lease_s: Annotated[float, Field(ge=0.2, le=3600)] = 5.0
+
+
+class CheckpointSpec(_Section):
+    every_s: Positive | None = 300.0
+    keep: Annotated[int, Field(ge=1)] = 3
+
+
+class TaskSpec(_Section):
+    """What workers train; the synchronizer does not look inside."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,200}$")] = "gpt"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class RunSpec(_Section):
+    """One run's definition. Immutable settings decide `hash`; joiners compare it."""
+
+    name: Annotated[str, Field(pattern=ID_PATTERN)] = "run"
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    rounds: RoundsSpec = RoundsSpec()
+    merge: MergeSpec = MergeSpec()
+    workers: WorkersSpec = WorkersSpec()
+    limits: LimitsSpec = LimitsSpec()
+    leader: LeaderSpec = LeaderSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    task: TaskSpec = TaskSpec()
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 (hex) over the immutable settings, in a canonical form."""
+        data = self.model_dump(mode="json")
+        for key in MUTABLE:
+            section, field = key.split(".")
+            data[section].pop(field)
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def changed(self, key: str, value: object) -> RunSpec:
+        """A copy with one mutable setting changed; `SpecError` for any other key or a bad value."""
+        if key not in MUTABLE:
+            msg = f"{key} = {value!r}: cannot change while the run goes on; allowed: {', '.join(sorted(MUTABLE))}"
+            raise SpecError(msg)
+        data = self.model_dump()
+        section, field = key.split(".")
+        data[section][field] = value
+        return parse_spec(data)
+
+    def to_toml(self) -> str:
+        """What is in force, as `run.toml` would say it (`--print-config`)."""
+        return "\n".join(_toml_lines(self.model_dump(mode="json"))) + "\n"
+
+
+def parse_spec(data: Mapping[str, Any]) -> RunSpec:
+    """Validate a nested mapping. Errors list every offending key at once."""
+    try:
+        return RunSpec.model_validate(_lists_to_tuples(data))
+    except ValidationError as error:
+        raise SpecError(_explain(error)) from None
+
+
+def load_spec(
+    path: Path | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> RunSpec:
+    """Read `run.toml` (or nothing), then the environment, then `section.key=value` overrides."""
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise SpecError(
+                f"--spec {path}: no such file; write one with `anabranch orchestrator --print-config`"
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SpecError(f"--spec {path}: not valid TOML: {error}") from None
+    for key, value in _from_environment(os.environ if environment is None else environment):
+        _assign(data, key, value)
+    for item in overrides:
+        key, separator, text = item.partition("=")
+        if not separator:
+            raise SpecError(f"--set {item!r}: expected section.key=value, for example rounds.quorum=2")
+        _assign(data, key.strip(), parse_value(text.strip()))
+    return parse_spec(data)
+
+
+def parse_value(text: str) -> object:
+    """A TOML value if it is one (`2`, `0.5`, `true`, `[1, 2]`), else the bare string; `none` is None."""
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterable[tuple[str, object]]:
+    for name, text in sorted(environment.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            yield key, parse_value(text)
+
+
+def _assign(data: dict[str, Any], key: str, value: object) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise SpecError(f"{key}: {part} is a value, not a section")
+    data[last] = value
+
+
+def _lists_to_tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML and JSON have lists where the strict model wants tuples, and integers where it wants floats."""
+    result: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) and key != "options":
+            result[key] = _lists_to_tuples(value)
+        elif isinstance(value, list):
+            result[key] = tuple(value)
+        else:
+            result[key] = value
+    return result
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"] if not _is_union_tag(part)) or "spec"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{key} = {item['input']!r}: unknown key; allowed here: {_allowed_keys(item['loc'])}")
+        elif item["type"] == "value_error":
+            lines.append(f"{key}: {item['msg'].removeprefix('Value error, ')}")
+        else:
+            lines.append(f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _is_union_tag(part: int | str) -> bool:
+    return isinstance(part, str) and (not part.isidentifier() or part in {"int", "float"})
+
+
+def _allowed_keys(location: tuple[int | str, ...]) -> str:
+    model: type[BaseModel] = RunSpec
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        model = annotation
+    return ", ".join(sorted(model.model_fields))
+
+
+def _toml_lines(data: Mapping[str, Any], path: str = "") -> Iterable[str]:
+    tables = {key: value for key, value in data.items() if isinstance(value, dict)}
+    for key, value in data.items():
+        if value is None:
+            yield f"# {key} = (automatic)"
+        elif key not in tables:
+            yield f"{key} = {json.dumps(value)}"
+    for key, value in tables.items():
+        yield ""
+        yield f"[{path}{key}]"
+        yield from _toml_lines(value, f"{path}{key}.")

@@ -1,0 +1,151 @@
+"""What people see in a terminal: the demo's live display, summaries, status tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from anabranch.demo import DemoState
+
+LINE_EVERY_S = 10.0  # without a terminal: one line of progress
+LEDGER = ("processed", "applied", "rejected", "discarded", "lost", "pending")
+
+
+def quantity(value: float | None) -> str:
+    """1234567 as 1.23M."""
+    if value is None:
+        return "–"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def loss_text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def members_table(members: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("member", "state", "steps", "step", "loss", "trained", "merged", "behind"):
+        table.add_column(name, justify="left" if name in ("member", "state") else "right", style="none")
+    for member in members:
+        evaluator = member["role"] == "evaluator"
+        table.add_row(
+            member["name"] + (f" ({member['label']})" if member["label"] else ""),
+            Text(member["condition"], style="green" if member["condition"] == "live" else "yellow"),
+            "" if evaluator else str(member["steps"]),
+            "" if evaluator else f"{member['step_s'] * 1000:.0f} ms",
+            loss_text(member["heldout_loss"] if evaluator else member["loss"]) + (" held out" if evaluator else ""),
+            "" if evaluator else quantity(member["processed"]),
+            "" if evaluator else quantity(member["applied"]),
+            "" if evaluator else str(member["behind"]),
+        )
+    return table
+
+
+def ledger_table(rows: list[dict[str, Any]]) -> Table:
+    """processed = applied + rejected + discarded + lost + pending, in tokens."""
+    table = Table(title="ledger (tokens, parameter-weighted)", title_justify="left", box=None, pad_edge=False)
+    table.add_column("worker")
+    for name in LEDGER:
+        table.add_column(("= " if name == "applied" else "+ " if name in LEDGER[2:] else "") + name, justify="right")
+    for row in rows:
+        table.add_row(row["name"], *(f"{row.get(f'tokens_{name}', row.get(name, 0)):,.0f}" for name in LEDGER))
+    return table
+
+
+class DemoDisplay:
+    """Live panel on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._line_at = 0.0
+        self._phase = ""
+
+    def __enter__(self) -> Callable[[DemoState], None]:
+        if self._live is not None:
+            self._live.start()
+        return self.show
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, state: DemoState) -> None:
+        if self._live is not None:
+            self._live.update(self._panel(state), refresh=True)
+            return
+        now = time.monotonic()
+        if state.phase != self._phase or now - self._line_at >= LINE_EVERY_S:
+            if not self._phase:
+                self._console.print(f"status page: {state.page}", soft_wrap=True)
+            self._phase, self._line_at = state.phase, now
+            self._console.print(self._line(state), soft_wrap=True, highlight=False)
+
+    def _line(self, state: DemoState) -> str:
+        shown = state.picture
+        rounds = sum(shown.get("rounds", {}).values())
+        heldout = shown.get("heldout") or [[0, None]]
+        return (
+            f"{state.elapsed_s:5.0f} s  {state.phase:<26} held-out loss {loss_text(heldout[-1][1])}  "
+            f"tokens {quantity(shown.get('tokens', 0))}  rounds {rounds}  "
+            f"live {shown.get('live', 0)}  participating {shown.get('participating', 0)}"
+        )
+
+    def _panel(self, state: DemoState) -> Panel:
+        shown = state.picture
+        parts: list[Any] = [
+            ProgressBar(total=max(1.0, state.total_s), completed=state.elapsed_s),
+            Text(self._line(state)),
+        ]
+        if shown.get("members"):
+            parts.append(members_table(shown["members"]))
+        return Panel(Group(*parts), title=f"anabranch demo · {state.page}", title_align="left")
+
+
+def print_summary(console: Console, summary: dict[str, Any], directory: str) -> None:
+    """What the demo found out."""
+    rounds, goodput, page = summary["rounds"], summary["goodput"], summary["page"]
+    how = ", ".join(f"{count} {name}" for name, count in rounds.items())
+    console.print(
+        f"held-out loss of the global model: {loss_text(summary['heldout_loss_start'])} → "
+        f"[bold]{loss_text(summary['heldout_loss_end'])}[/] nats/byte in {summary['seconds']:.0f} s of training"
+    )
+    console.print(ledger_table(summary["workers"]))
+    console.print(f"rounds: {how}")
+    console.print(f"goodput: {goodput:.1%} of worker time in training steps" if goodput else "goodput: –")
+    console.print(f"payload sent by workers: {quantity(summary['bytes_sent'])}B")
+    console.print(f"status page: answered {page['answers']} times, failed {page['failures']}")
+    console.print(f"checkpoint: {summary['checkpoint']}", soft_wrap=True)
+    console.print(f"\nread what it learned:  anabranch sample {directory}", soft_wrap=True, highlight=False)
+
+
+def print_status(console: Console, shown: dict[str, Any]) -> None:
+    """`anabranch status`."""
+    console.print(f"run [bold]{shown['run']}[/]: {shown['phase']}", highlight=False)
+    if "members" not in shown:
+        return
+    heldout = shown["heldout"][-1][1] if shown["heldout"] else None
+    rounds = ", ".join(f"{count} {name}" for name, count in shown["rounds"].items())
+    console.print(
+        f"tokens merged {quantity(shown['tokens'])}, held-out loss {loss_text(heldout)}, rounds: {rounds}",
+        highlight=False,
+    )
+    for item in shown["open"]:
+        waits = item["waits_for"] or item["phase"]
+        console.print(f"  round {item['round']} of fragment {item['fragment']}: {waits}", highlight=False)
+    console.print(members_table(shown["members"]))
+    console.print(ledger_table(shown["ledger"]))
+    for event in shown.get("events", []):
+        console.print(f"  {event['kind']:<10} {event['reason']}", highlight=False, markup=False)

@@ -1,0 +1,153 @@
+"""`anabranch up`: a run directory, an embedded server, the synchronizer and its page, as one.
+
+The directory (mode 0700) holds `data/` (the server's append-only file), `checkpoints/`, `tape.jsonl`, `token` (for
+the page's control API), `password` and `port` (so that a repeated `up` continues under the same address).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from anabranch.errors import UsageError
+from anabranch.orchestrator.synchronizer import Synchronizer
+from anabranch.orchestrator.web.app import PageOptions, serve_page
+from anabranch.queue.embedded import EmbeddedServer, ServerOptions
+from anabranch.queue.url import RunUrl
+from anabranch.spec import RunSpec
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """`host`: where the server listens; anything but loopback makes the run joinable from other machines."""
+
+    directory: Path
+    host: str = LOOPBACK
+    port: int | None = None
+    page: PageOptions = field(default_factory=PageOptions)
+    init: Path | None = None
+
+
+@dataclass(frozen=True)
+class Up:
+    """What is running."""
+
+    url: RunUrl
+    page: str
+    synchronizer: Synchronizer
+    task: asyncio.Task[None]
+    server: EmbeddedServer
+
+
+class RunDirectory:
+    """Creates and locks the directory; small secrets are files of mode 0600 in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.chmod(0o700)
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UsageError(f"--dir {self.path}: another `anabranch up` is using it; stop that one first") from None
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def secret(self, name: str) -> str:
+        """The secret in the file, made up at the first call."""
+        return self.remember(name, lambda: secrets.token_urlsafe(24))
+
+    def remember(self, name: str, make: Callable[[], str]) -> str:
+        """The text in file `name`; if there is none yet, what `make()` gives is written there."""
+        path = self.path / name
+        if not path.exists():
+            self.write(name, make())
+        return path.read_text(encoding="ascii").strip()
+
+    def write(self, name: str, text: str) -> None:
+        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text + "\n")
+
+    def stored_port(self) -> int | None:
+        """The port of the last `up`, if nobody else listens there now."""
+        path = self.path / "port"
+        text = path.read_text(encoding="ascii").strip() if path.exists() else ""
+        if not text.isdecimal():
+            return None
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((LOOPBACK, int(text)))
+            return int(text)
+        return None
+
+
+@asynccontextmanager
+async def bring_up(options: UpOptions, spec: RunSpec | None, run: str) -> AsyncIterator[Up]:
+    """Start everything; on leaving the block the synchronizer stores what is decided and the server stops."""
+    directory = RunDirectory(options.directory)
+    directory.lock()
+    try:
+        server = EmbeddedServer(
+            ServerOptions(
+                directory=directory.path / "data",
+                host=options.host,
+                port=options.port or directory.stored_port(),
+                password=directory.secret("password"),
+            )
+        )
+        async with server:
+            directory.write("port", str(server.port))
+            url = RunUrl.parse(f"{server.url}?run={run}")
+            page = PageOptions(options.page.host, options.page.port, directory.secret("token"))
+            async with (
+                _synchronizer(url, spec, directory.path, options.init) as (synchronizer, task),
+                serve_page(synchronizer, page) as address,
+            ):
+                yield Up(url, address, synchronizer, task, server)
+    finally:
+        directory.unlock()
+
+
+@asynccontextmanager
+async def _synchronizer(
+    url: RunUrl, spec: RunSpec | None, directory: Path, init: Path | None
+) -> AsyncIterator[tuple[Synchronizer, asyncio.Task[None]]]:
+    synchronizer = Synchronizer(url, spec, directory=directory, init=init)
+    task = asyncio.create_task(synchronizer.run(), name="synchronizer")
+    try:
+        yield synchronizer, task
+    finally:
+        synchronizer.end()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def reachable_url(url: RunUrl, host: str) -> str:
+    """The URL another machine can use: with the machine's own address where the server listens on all."""
+    if host not in {"0.0.0.0", "::"}:
+        return str(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # a documentation address: only chooses a route, nothing is sent
+        address = probe.getsockname()[0]
+        return re.sub(r"@(127\.0\.0\.1|0\.0\.0\.0):", f"@{address}:", str(url))
+    return str(url)

@@ -1,0 +1,541 @@
+"""The torch-free member of a run: registration, heartbeats, broadcast, payloads. Hundreds fit into one process.
+
+The client owns every connection. What it learns it leaves with its `Learner`; what the training side hands over
+it sends. It never blocks the training side and is never blocked by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from anabranch._version import VERSION
+from anabranch.errors import BlobMissing, MemberRefused, MessageError, PayloadError
+from anabranch.faults import fail_at
+from anabranch.loops import run_async
+from anabranch.merge.codecs import decode, encode, encoded_bytes
+from anabranch.queue import messages
+from anabranch.queue.blobs import RedisBlobs
+from anabranch.queue.connection import check_server, connect
+from anabranch.queue.keys import Keys
+from anabranch.queue.patience import REPLY_S, STALL, persist
+from anabranch.queue.records import FragmentRecord, RunRecord, Snapshot, read_run, read_snapshot
+from anabranch.queue.streams import StreamReader, last_id
+from anabranch.queue.url import RunUrl
+from anabranch.workers.adoption import POLICIES, ParameterStore
+from anabranch.workers.books import Books
+from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+    from anabranch.merge.fragments import Layout
+
+log = logging.getLogger("anabranch.worker")
+
+LEAST_PROGRESS_S = 0.1  # reports are coalesced to 10 per second
+BLOCK_MS = 1000
+KNOCK_S = 0.25
+_PROGRESS_KEPT = 16
+_PROGRESS_TTL_S = 3600
+
+T = TypeVar("T")
+
+
+def default_name() -> str:
+    """A name for a worker nobody named."""
+    return f"worker-{secrets.token_hex(3)}"
+
+
+def read_run_record(url: RunUrl) -> RunRecord:
+    """The run's definition; waits until a synchronizer has written it. Not inside an event loop."""
+
+    async def read() -> RunRecord:
+        async with AsyncExitStack() as stack:
+            return await Client(url, Identity("reader")).open(stack)
+
+    return run_async(read())
+
+
+@dataclass
+class Vitals:
+    """What the training side measures and heartbeats carry. Written by the training side only."""
+
+    step_s: float = 0.0
+    loss: float | None = None
+    train_s: float = 0.0
+    rest_s: float = 0.0
+    life_s: float = 0.0
+    heldout_loss: float | None = None
+    measured: list[int] = field(default_factory=list)
+    measured_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who joins. `layout_hash` None: takes the run's layout as it is; `initial`: can give version 0."""
+
+    name: str
+    label: str = ""
+    role: Literal["worker", "evaluator"] = "worker"
+    device: str = ""
+
+
+class Client:
+    """One member. Use `open`, then `serve` until it returns; `learner` exists once the run is born."""
+
+    def __init__(self, url: RunUrl, identity: Identity, *, on_change: Callable[[], None] | None = None) -> None:
+        """`on_change` is called (in the I/O thread) when a call, a version or the end of the run arrived."""
+        self.url = url
+        self.identity = identity
+        self.keys = Keys(url.run)
+        self.vitals = Vitals()
+        self.incarnation = 0
+        self.learner: Learner | None = None
+        self.record: RunRecord | None = None
+        self.tokens = 0  # global tokens applied, as last heard
+        self.bytes_sent = 0
+        self.paused = False
+        self.stopped: str | None = None  # reason, once the run is over
+        self.joined = asyncio.Event()
+        self._on_change = on_change or (lambda: None)
+        self._nonce = secrets.token_bytes(16)
+        self._books: Books | None = None
+        self._outgoing: asyncio.Queue[Outgoing | Refusal] = asyncio.Queue()
+        self._unsettled: dict[tuple[int, int], tuple[messages.Contribution, memoryview]] = {}
+        self._broadcast = StreamReader()
+        self._number = 0  # of the last broadcast entry read
+        self._fetching: dict[int, asyncio.Task[None]] = {}
+        self._init_sent = 0  # incarnation that was asked for version 0 and answered
+        self._leaving = False
+        self._progress_due = asyncio.Event()
+        self._beats = 0
+        self._tasks: asyncio.TaskGroup
+
+    # --- joining ------------------------------------------------------------------------------------------
+
+    async def open(self, stack: AsyncExitStack) -> RunRecord:
+        """Connect, check the server and read the run's definition; waits until a synchronizer has written it."""
+        self._redis = await self._connect(stack, "member")
+        self._pulse = await self._connect(stack, "heart")
+        self._reading = await self._connect(stack, "reader")
+        self.blobs = RedisBlobs(self._redis, self.keys)
+        await check_server(self._redis, self.url)
+        waiting = False
+        while (record := await self._persist(lambda: read_run(self._redis, self.keys), "read the run")) is None:
+            if not waiting:
+                log.info("run %s: no synchronizer has started it yet; waiting", self.keys.run)
+                waiting = True
+            await asyncio.sleep(KNOCK_S)
+        self.record = record
+        return record
+
+    async def _connect(self, stack: AsyncExitStack, purpose: str) -> Redis:
+        redis = connect(self.url, name=f"anabranch-{purpose}-{self.identity.name}"[:64], connections=4)
+        stack.push_async_callback(redis.aclose)
+        return redis
+
+    async def serve(self, store: ParameterStore, layout: Layout) -> None:
+        """Register, adopt, and take part until the run stops or `leave` is called.
+
+        `store` holds the model; `layout` is its layout under the run's spec. Raises `MemberRefused`.
+        """
+        self._store, self._layout = store, layout
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._register()
+                self._tasks.create_task(self._beat(), name="client: heart")
+                self._tasks.create_task(self._send(), name="client: send")
+                self._tasks.create_task(self._refresh(), name="client: refresh payloads")
+                await self._follow()
+                raise _Left
+        except* _Left:
+            pass
+
+    async def _register(self) -> None:
+        """Ask for an incarnation, knocking until welcomed; then read the state and adopt."""
+        self.joined.clear()
+        self._number = 0
+        self._new_learner()
+        self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
+        identity = self.identity
+        request = messages.Register(
+            nonce=self._nonce,
+            name=identity.name,
+            label=identity.label,
+            role=identity.role,
+            layout_hash=self._layout.hash,
+            can_init=True,
+            device=identity.device,
+            release=VERSION,
+        )
+        inbox = self.keys.contributions(identity.name)
+        data = messages.encode(request, self.keys.run)
+        await self._persist(lambda: self._redis.xadd(inbox, {"m": data}), "register")
+        self.incarnation = await self._await_welcome()
+        await self._catch_up()
+        self.joined.set()
+
+    async def _tail(self) -> bytes:
+        return await last_id(self._redis, self.keys.broadcast)
+
+    async def _await_welcome(self) -> int:
+        while True:
+            await self._persist(lambda: self._redis.publish(self.keys.knock, self.identity.name), "knock")
+            for _number, message in await self._persist(lambda: self._read(int(KNOCK_S * 1000)), "wait"):
+                if getattr(message, "nonce", None) != self._nonce:
+                    continue
+                if isinstance(message, messages.Welcome):
+                    log.info("joined run %s as %s, incarnation %d", self.keys.run, message.name, message.incarnation)
+                    return message.incarnation
+                if isinstance(message, messages.Refused):
+                    raise MemberRefused(f"run {self.keys.run!r} refused {self.identity.name!r}: {message.reason}")
+
+    def _new_learner(self) -> None:
+        assert self.record is not None
+        spec = self.record.spec
+        self._books = Books(len(self._layout.fragments))
+        self.learner = Learner(self._store, POLICIES[spec.workers.adoption](), self._books, spec.workers.codec)
+        self._unsettled.clear()
+        self._outgoing = asyncio.Queue()
+
+    # --- following the broadcast --------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while self.stopped is None:
+            entries = await self._persist(lambda: self._read(BLOCK_MS), "read the broadcast")
+            for number, message in entries:
+                if number <= self._number:
+                    continue  # what was read from `state` contains it
+                if number != self._number + 1:
+                    log.info("broadcast jumped from %d to %d: reading the state again", self._number, number)
+                    await self._catch_up()
+                await self._take(message)
+                self._number = max(self._number, number)
+                if self._books is not None:
+                    self._books.read(number)
+
+    async def _read(self, block_ms: int) -> list[tuple[int, messages.Message]]:
+        entries = await self._broadcast.read(self._reading, block_ms)
+        result = []
+        for entry in entries:
+            try:
+                message = messages.decode(entry.fields.get(b"m", b""), self.keys.run)
+            except MessageError as error:
+                log.warning("broadcast entry not understood: %s", error)
+                continue
+            result.append((int(entry.fields.get(b"n", b"0")), message))
+        return result
+
+    async def _take(self, message: messages.Message) -> None:
+        match message:
+            case messages.Call() if self.incarnation in message.called:
+                self._for_learner(message)
+            case messages.Merged():
+                self.tokens = message.tokens
+                self._settle(message.verdicts)
+                self._fetch(FragmentRecord(message.version, message.claim), message.fragment)
+            case messages.Verdicts():
+                self._settle(message.verdicts)
+            case messages.Resend() if message.incarnation == self.incarnation:
+                await self._send_again(message.fragment, message.base)
+            case messages.SendInit() if message.incarnation == self.incarnation:
+                self._answer_init()
+            case messages.Born():
+                await self._catch_up()
+            case messages.Closed() if self.incarnation in message.incarnations and not self._leaving:
+                await self._come_back(message.reason)
+            case messages.Pause() | messages.Resume():
+                self.paused = isinstance(message, messages.Pause)
+            case messages.Stop():
+                self._stop(message.reason)
+
+    def _for_learner(self, call: messages.Call) -> None:
+        assert self.learner is not None
+        self.learner.call(call)
+        self._on_change()
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        self._on_change()
+
+    async def _come_back(self, reason: str) -> None:
+        """Our incarnation is over though we live: register anew and overwrite everything."""
+        log.warning("incarnation %d is over (%s): joining again", self.incarnation, reason)
+        self._nonce = secrets.token_bytes(16)
+        await self._register()
+
+    async def _catch_up(self) -> None:
+        """After joining and after any gap: read `state`, take outcomes and versions from it, send again the rest."""
+        snapshot = await self._persist(lambda: read_snapshot(self._redis, self.keys, self.incarnation), "read state")
+        if snapshot is None:
+            return
+        self.tokens, self.paused = snapshot.tokens, snapshot.paused
+        self._number = max(self._number, snapshot.broadcast)
+        if snapshot.stopped:
+            self._stop("the run has stopped")
+        if snapshot.outcomes is None and self.joined.is_set():
+            await self._come_back("unknown to the run")
+            return
+        self._take_outcomes(snapshot)
+        if snapshot.asked_init == self.incarnation and not snapshot.fragments:
+            self._answer_init()
+        for fragment, record in enumerate(snapshot.fragments):
+            self._fetch(record, fragment)
+        for fragment, base in list(self._unsettled):
+            await self._send_again(fragment, base)
+
+    def _take_outcomes(self, snapshot: Snapshot) -> None:
+        assert self._books is not None
+        verdicts = [
+            messages.Verdict(incarnation=self.incarnation, fragment=f, base=base, applied=applied, tokens=tokens)
+            for f, outcomes in (snapshot.outcomes or {}).items()
+            for base, applied, tokens in outcomes
+        ]
+        self._settle(verdicts)
+        self._books.read(snapshot.broadcast)
+
+    def _settle(self, verdicts: list[messages.Verdict]) -> None:
+        assert self._books is not None
+        for verdict in verdicts:
+            if verdict.incarnation != self.incarnation:
+                continue
+            if not verdict.applied and not self._books.has_outcome(verdict.fragment, verdict.base):
+                log.warning("fragment %d on %d rejected: %s", verdict.fragment, verdict.base, verdict.reason)
+            self._books.outcome(verdict)
+            sent = self._unsettled.pop((verdict.fragment, verdict.base), None)
+            if sent is not None:
+                self._tasks.create_task(self._discard_blob(sent[0].claim), name="client: drop payload")
+
+    async def _discard_blob(self, claim: messages.Claim) -> None:
+        with suppress(*STALL):
+            await self.blobs.delete(claim)
+
+    # --- payloads -----------------------------------------------------------------------------------------
+
+    def _fetch(self, record: FragmentRecord, fragment: int) -> None:
+        """Fetch a version for the next boundary; a fetch of an older one is given up."""
+        assert self._books is not None
+        if (running := self._fetching.pop(fragment, None)) is not None:
+            running.cancel()
+        self._fetching[fragment] = self._tasks.create_task(
+            self._fetch_version(record, fragment), name=f"client: fetch fragment {fragment}"
+        )
+
+    async def _fetch_version(self, record: FragmentRecord, fragment: int) -> None:
+        size = self._layout.fragments[fragment].size
+        while True:
+            claim = record.theta
+            try:
+                data = await self._persist(
+                    lambda c=claim: self.blobs.get(c, encoded_bytes("fp32", size)),  # type: ignore[misc]
+                    "fetch a fragment",
+                    bounded=False,
+                )
+                break
+            except BlobMissing:  # superseded meanwhile: `state` names the newer one
+                snapshot = await self._persist(
+                    lambda: read_snapshot(self._redis, self.keys, self.incarnation), "read"
+                )
+                if snapshot is not None and fragment < len(snapshot.fragments):
+                    record = snapshot.fragments[fragment]
+            except PayloadError as error:
+                log.error("fragment %d, version %d: %s", fragment, record.version, error)
+                return
+        assert self.learner is not None
+        theta = decode("fp32", data, size)
+        self.learner.offer(NewVersion(fragment, record.version, record.theta.digest, theta))
+        self._on_change()
+
+    def _answer_init(self) -> None:
+        """We were asked for version 0 (perhaps twice: by message and in `state`)."""
+        if self._init_sent != self.incarnation:
+            self._init_sent = self.incarnation
+            self._tasks.create_task(self._send_init(), name="client: send version 0")
+
+    async def _send_init(self) -> None:
+        assert self.record is not None
+        ttl_s = self.record.spec.limits.blob_ttl_s
+        owner = self.identity.name
+
+        async def upload(data: memoryview, codec: str) -> messages.Claim:
+            return await self._persist(
+                lambda: self.blobs.put(owner, data, codec, ttl_s), "upload version 0", bounded=False
+            )
+
+        layout = await upload(memoryview(messages.pack(self._layout.to_wire())), "msgpack")
+        claims = [
+            await upload(encode("fp32", self._store.initial(fragment.index)), "fp32")
+            for fragment in self._layout.fragments
+        ]
+        await self._post(messages.Init(incarnation=self.incarnation, layout=layout, fragments=claims))
+
+    def submit(self, learner: Learner, item: Outgoing | Refusal) -> None:
+        """Hand over what `learner` gave. Call it in the I/O thread (`loop.call_soon_threadsafe`)."""
+        if learner is self.learner:  # else it belongs to an incarnation that is over
+            self._outgoing.put_nowait(item)
+
+    async def _send(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(BLOCK_MS / 1000):  # a new incarnation has a new queue
+                    item = await self._outgoing.get()
+            except TimeoutError:
+                continue
+            if isinstance(item, Outgoing):
+                await self._contribute(item)
+            else:
+                call = item.call
+                await self._post(
+                    messages.Decline(
+                        incarnation=self.incarnation, fragment=call.fragment, round=call.round, reason=item.reason
+                    )
+                )
+
+    async def _contribute(self, item: Outgoing) -> None:
+        assert self.record is not None
+        assert self._books is not None
+        call, snapshot = item.call, item.snapshot
+        incarnation = self.incarnation
+        fail_at("worker before upload")
+        claim = await self._persist(
+            lambda: self.blobs.put(
+                self.identity.name,
+                item.data,
+                item.codec,
+                self.record.spec.limits.blob_ttl_s,  # type: ignore[union-attr]
+            ),
+            "upload a contribution",
+            bounded=False,
+        )
+        fail_at("worker after upload")
+        if incarnation != self.incarnation:  # it ended during the upload
+            return
+        if self._books.has_outcome(call.fragment, snapshot.base):  # an earlier one was merged during the upload
+            await self._discard_blob(claim)
+            return
+        message = messages.Contribution(
+            incarnation=self.incarnation,
+            fragment=call.fragment,
+            timeline=call.timeline,
+            base=snapshot.base,
+            base_digest=item.base_digest,
+            round=call.round,
+            tokens=snapshot.tokens,
+            steps=snapshot.steps,
+            loss=item.loss,
+            figures=snapshot.figures,
+            claim=claim,
+        )
+        earlier = self._unsettled.get((call.fragment, snapshot.base))
+        self._unsettled[call.fragment, snapshot.base] = (message, item.data)
+        await self._post(message)
+        self.bytes_sent += claim.bytes
+        if earlier is not None:
+            await self._discard_blob(earlier[0].claim)
+
+    async def _send_again(self, fragment: int, base: int) -> None:
+        """Its outcome is unknown and its payload or message may be lost; a repeat is harmless."""
+        if (sent := self._unsettled.get((fragment, base))) is None:
+            return
+        assert self.record is not None
+        message, data = sent
+        ttl_s = self.record.spec.limits.blob_ttl_s
+        if not await self._persist(lambda: self.blobs.refresh(message.claim, ttl_s), "refresh a payload"):
+            await self._persist(
+                lambda: self.blobs.put_again(message.claim, data, ttl_s), "upload again", bounded=False
+            )
+        await self._post(message)
+
+    async def _refresh(self) -> None:
+        """Payloads without an outcome must not run out."""
+        assert self.record is not None
+        ttl_s = self.record.spec.limits.blob_ttl_s
+        while True:
+            await asyncio.sleep(ttl_s / 3)
+            for message, _ in list(self._unsettled.values()):
+                claim = message.claim
+                await self._persist(
+                    lambda c=claim: self.blobs.refresh(c, ttl_s),  # type: ignore[misc]
+                    "refresh a payload",
+                )
+
+    async def _post(self, message: messages.Message) -> None:
+        inbox = self.keys.contributions(self.identity.name)
+        data = messages.encode(message, self.keys.run)
+        await self._persist(lambda: self._redis.xadd(inbox, {"m": data}), f"send a {message.type}")
+
+    # --- heartbeats ---------------------------------------------------------------------------------------
+
+    def progressed(self) -> None:
+        """The training side made a step: report soon. Call it in the I/O thread."""
+        self._progress_due.set()
+
+    async def _beat(self) -> None:
+        """Report at least once per heartbeat, at most ten times per second, on a connection of its own."""
+        assert self.record is not None
+        heartbeat_s = self.record.spec.workers.heartbeat_s
+        least_s = min(LEAST_PROGRESS_S, heartbeat_s / 2)
+        while True:
+            started = time.monotonic()
+            await self._persist(self._report, "send a heartbeat")
+            await asyncio.sleep(max(0.0, least_s - (time.monotonic() - started)))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, heartbeat_s * 0.9 - least_s)):
+                    await self._progress_due.wait()
+            self._progress_due.clear()
+
+    async def _report(self) -> None:
+        if not self.joined.is_set():
+            return
+        key = self.keys.progress(self.identity.name)
+        data = messages.encode(self._progress(), self.keys.run)
+        await self._pulse.xadd(key, {"m": data}, maxlen=_PROGRESS_KEPT, approximate=True)
+        if self._beats % 64 == 0:  # a stream nobody reads any more must not stay for ever
+            await self._pulse.expire(key, _PROGRESS_TTL_S)
+        self._beats += 1
+
+    def _progress(self) -> messages.Progress:
+        assert self._books is not None
+        vitals = self.vitals
+        return messages.Progress(
+            incarnation=self.incarnation,
+            role=self.identity.role,
+            step_s=vitals.step_s,
+            loss=vitals.loss,
+            train_s=vitals.train_s,
+            rest_s=vitals.rest_s,
+            life_s=vitals.life_s,
+            bytes_sent=self.bytes_sent,
+            device=self.identity.device,
+            heldout_loss=vitals.heldout_loss,
+            measured=vitals.measured,
+            measured_tokens=vitals.measured_tokens,
+            **self._books.report(),
+        )
+
+    async def leave(self, reason: str) -> None:
+        """Say farewell with final figures: what was not sent is discarded."""
+        if not self.joined.is_set() or self._books is None:
+            return
+        self._leaving = True
+        figures = self._books.farewell()
+        message = messages.Farewell(incarnation=self.incarnation, figures=figures, reason=reason)
+        await self._pulse.xadd(
+            self.keys.progress(self.identity.name), {"m": messages.encode(self._progress(), self.keys.run)}
+        )
+        await self._post(message)
+
+    async def _persist(self, action: Callable[[], Awaitable[T]], what: str, *, bounded: bool = True) -> T:
+        """`bounded` False: a payload, which bounds itself chunk by chunk."""
+        return await persist(action, what, log, timeout_s=REPLY_S if bounded else None)
+
+
+class _Left(Exception):
+    """Unwinds the task group when the run is over."""

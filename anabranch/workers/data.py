@@ -1,0 +1,161 @@
+"""Text as bytes: which files, which of them are held out, and windows to train on. No torch here.
+
+Without a folder the text is the Python standard library's own source, which every machine that runs this has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.errors import UsageError
+
+Bytes = NDArray[np.uint8]
+
+_SUFFIXES = """
+    .c .cfg .cpp .css .csv .go .h .hpp .htm .html .ini .java .js .json .jsonl .kt .lua .md .py .pyi .rb .rs
+    .rst .scala .sh .sql .swift .tex .text .toml .ts .tsv .tsx .txt .xml .yaml .yml
+"""
+TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
+_TESTS = {"test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3"}  # as large as the library itself
+_TABLES = {
+    "encodings",
+    "pydoc_data",
+}  # generated; one of these files would be two thirds of the held-out text
+_STDLIB_SKIPS = frozenset({"site-packages", "dist-packages", "__pycache__"} | _TESTS | _TABLES)
+_FOLDER_SKIPS = frozenset({"__pycache__", ".git", ".venv", "node_modules"})
+
+MAX_BYTES = 32 << 20
+HELDOUT_SHARE = 0.05
+SEPARATOR = b"\n"
+
+
+def text_files(directory: Path | None) -> list[Path]:
+    """The text files below `directory`, or the standard library's sources for None, in a fixed order.
+
+    UsageError when there are none.
+    """
+    if directory is None:
+        root, skips, suffixes = _stdlib(), _STDLIB_SKIPS, frozenset({".py"})
+    else:
+        root, skips, suffixes = directory, _FOLDER_SKIPS, TEXT_SUFFIXES
+        if not root.is_dir():
+            raise UsageError(f"data folder {root} is not a folder: name one that holds text files")
+    found = list(_walk(root, skips, suffixes))
+    if not found:
+        raise UsageError(
+            f"no text files in {root}: it needs at least one ending in {' '.join(sorted(suffixes))} "
+            f"outside of {', '.join(sorted(skips))}"
+        )
+    return sorted(found, key=lambda path: _name(path, root))
+
+
+def is_heldout(name: str) -> bool:
+    """Whether the file of this relative path is held out: by its SHA-256, so alike on every machine."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64
+
+
+@dataclass(frozen=True, eq=False)
+class ByteCorpus:
+    """Training and held-out text as two flat byte arrays; no file is in both."""
+
+    train: Bytes
+    heldout: Bytes
+
+    @classmethod
+    def load(cls, directory: Path | None = None, max_bytes: int = MAX_BYTES) -> ByteCorpus:
+        """Read the files of `text_files(directory)`, at most `max_bytes` in all.
+
+        Where the split by files leaves one side empty (a folder with very few files), the last twentieth of
+        the text is held out instead. UsageError when there is too little text for that.
+        """
+        root = _stdlib() if directory is None else directory
+        files = text_files(directory)
+        heldout_names = {path for path in files if is_heldout(_name(path, root))}
+        train = _join((path for path in files if path not in heldout_names), int(max_bytes * (1 - HELDOUT_SHARE)))
+        heldout = _join((path for path in files if path in heldout_names), int(max_bytes * HELDOUT_SHARE))
+        if not train.size or not heldout.size:
+            text = np.concatenate([train, heldout])
+            cut = text.size - int(text.size * HELDOUT_SHARE)
+            train, heldout = text[:cut], text[cut:]
+        if not train.size or not heldout.size:
+            raise UsageError(f"the text files in {root} hold {train.size} bytes: some kilobytes are needed")
+        return cls(train, heldout)
+
+    def random_windows(self, rng: np.random.Generator, batch: int, length: int) -> Bytes:
+        """`batch` random pieces of the training text, each of `length` inputs and the byte after them."""
+        last = _last_start(self.train, length, "training")
+        starts = rng.integers(0, last + 1, size=batch)
+        return _windows(self.train, starts, length)  # [batch, length + 1]
+
+    def heldout_windows(self, count: int, length: int) -> Bytes:
+        """`count` pieces of the held-out text, evenly spaced and always the same."""
+        last = _last_start(self.heldout, length, "held-out")
+        starts = np.linspace(0, last, num=count).astype(np.int64)
+        return _windows(self.heldout, starts, length)  # [count, length + 1]
+
+
+@lru_cache(maxsize=4)
+def load_corpus(directory: Path | None = None, max_bytes: int = MAX_BYTES) -> ByteCorpus:
+    """`ByteCorpus.load`, read once per process."""
+    return ByteCorpus.load(directory, max_bytes)
+
+
+def _walk(root: Path, skips: frozenset[str], suffixes: frozenset[str]) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skips]  # not even entered
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix.lower() in suffixes and path.is_file():
+                yield path
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _name(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def _join(files: Iterable[Path], limit_bytes: int) -> Bytes:
+    return np.frombuffer(b"".join(_pieces(files, limit_bytes)), dtype=np.uint8)
+
+
+def _pieces(files: Iterable[Path], limit_bytes: int) -> Iterator[bytes]:
+    left = limit_bytes
+    for path in files:
+        if left <= 0:
+            return
+        try:
+            with path.open("rb") as file:
+                text = file.read(left)
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error}") from error
+        if text:
+            left -= len(text) + len(SEPARATOR)
+            yield text + SEPARATOR
+
+
+def _last_start(text: Bytes, length: int, which: str) -> int:
+    last = text.size - (length + 1)
+    if last < 0:
+        raise UsageError(
+            f"the {which} text has {text.size} bytes, a window of length {length} needs {length + 1}: "
+            "add text or choose a smaller `context`"
+        )
+    return last
+
+
+def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> Bytes:
+    windows: Bytes = text[starts[:, None] + np.arange(length + 1)]
+    return windows

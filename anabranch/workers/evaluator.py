@@ -1,0 +1,44 @@
+"""The evaluator: follows the global model, never contributes, measures held-out loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from anabranch.workers.session import Session
+    from anabranch.workers.tasks.base import Batch, Task
+
+POLL_S = 0.1
+
+
+@torch.no_grad()
+def heldout_loss(task: Task, model: torch.nn.Module, batches: Sequence[Batch]) -> float:
+    """Mean loss over `batches`, weighted by tokens, in nats per token."""
+    model.eval()
+    total = tokens = 0.0
+    for batch in batches:
+        total += float(task.loss(model, batch)) * batch.tokens
+        tokens += batch.tokens
+    model.train()
+    return total / tokens
+
+
+def evaluate(
+    session: Session, task: Task, model: torch.nn.Module, *, every_s: float, ending: Callable[[], bool]
+) -> None:
+    """Measure whenever versions changed, at most every `every_s` seconds (at once while the run is paused)."""
+    batches = task.heldout_batches()
+    measured: list[int] | None = None
+    measured_at = -every_s
+    while not session.stopped and not ending():
+        session.poll(POLL_S)
+        versions = session.versions()
+        due = session.paused or time.monotonic() - measured_at >= every_s
+        if versions != measured and min(versions) >= 0 and due:
+            tokens = session.tokens
+            session.report_heldout(heldout_loss(task, model, batches), versions, tokens)
+            measured, measured_at = versions, time.monotonic()

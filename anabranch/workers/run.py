@@ -1,0 +1,153 @@
+"""The worker and evaluator processes: build the run's task, join, train or measure until the run stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from anabranch.errors import SpecError, UsageError
+from anabranch.loops import run_async
+from anabranch.queue.url import RunUrl
+from anabranch.spec import RunSpec, TaskSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from anabranch.workers.session import Session
+    from anabranch.workers.tasks.base import Task
+
+log = logging.getLogger("anabranch.worker")
+
+SYNTHETIC = "synthetic"
+BUILT_IN = {"gpt": "anabranch.workers.tasks.gpt:GPTTask"}
+_NICENESS = 5  # an evaluator gives way to workers on the same machine
+
+
+@dataclass(frozen=True)
+class MemberOptions:
+    """What `anabranch worker` and `anabranch evaluator` take."""
+
+    name: str | None = None
+    label: str = ""
+    device: str = "auto"
+    threads: int | None = None  # None: 1 on cpu
+    duty: float = 1.0
+    every_s: float = 5.0  # evaluator: seconds between two measurements
+    task: str | None = None  # overrides the run's task: `module:Class`
+
+
+class Ending:
+    """Set by SIGTERM or SIGINT; a second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def __call__(self) -> bool:
+        return self.reason is not None
+
+    def install(self) -> None:
+        """Only the command-line entry point calls this."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._handle)
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is not None:
+            os._exit(128 + number)
+        self.reason = signal.Signals(number).name
+
+
+def load_task(task: TaskSpec, override: str | None = None) -> Task:
+    """The run's task: a built-in name or `package.module:Class`, called with the options."""
+    name = override or task.name
+    path = BUILT_IN.get(name, name)
+    module_name, _, class_name = path.partition(":")
+    if not class_name:
+        known = ", ".join([*BUILT_IN, SYNTHETIC])
+        raise SpecError(f"task.name = {name!r}: unknown; allowed: {known}, or package.module:Class")
+    try:
+        factory: Callable[[dict[str, Any]], Task] = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise SpecError(f"task.name = {name!r}: cannot be imported: {error}") from None
+    return factory(dict(task.options))
+
+
+def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
+    """Train until the run stops or `ending` is set."""
+    from anabranch.workers.client import read_run_record
+
+    if not 0 < options.duty <= 1:
+        raise UsageError(f"--duty {options.duty}: a share of time above 0 and at most 1")
+    spec = read_run_record(url).spec
+    if SYNTHETIC in (options.task, spec.task.name):
+        _run_synthetic(url, options)
+        return
+    from anabranch.workers.session import Session
+
+    task, model, device = _build(spec, options)
+    optimizer = task.build_optimizer(model)
+    with Session(
+        url, model, optimizer, name=options.name, label=options.label, device=device, duty=options.duty
+    ) as s:
+        _train(s, task, model, optimizer, spec.seed, ending)
+        s.close(ending.reason or s.stopped or "done")
+
+
+def _train(
+    session: Session, task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, ending: Ending
+) -> None:
+    where = next(model.parameters()).device
+    model.train()
+    for batch in session.batches(task.batches(seed, session.name)):
+        if ending():
+            return
+        for group in optimizer.param_groups:
+            group["lr"] = task.learning_rate(session.tokens)
+        loss = task.loss(model, batch.to(where))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        session.step(tokens=batch.tokens, loss=loss.detach())
+
+
+def run_evaluator(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
+    """Measure held-out loss of the global model until the run stops or `ending` is set."""
+    from anabranch.workers.client import default_name, read_run_record
+    from anabranch.workers.evaluator import evaluate
+    from anabranch.workers.session import Session
+
+    spec = read_run_record(url).spec
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+    task, model, device = _build(spec, options)
+    name = options.name or default_name().replace("worker", "evaluator")
+    with Session(url, model, name=name, label=options.label, role="evaluator", device=device) as session:
+        evaluate(session, task, model, every_s=options.every_s, ending=ending)
+        session.close(ending.reason or session.stopped or "done")
+
+
+def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module, str]:
+    import torch
+
+    from anabranch.workers.devices import choose_device, describe
+
+    device = choose_device(options.device)
+    if options.threads is not None or device.type == "cpu":
+        torch.set_num_threads(options.threads or 1)
+    task = load_task(spec.task, options.task)
+    torch.manual_seed(spec.seed)
+    return task, task.build_model(device), describe(device)
+
+
+def _run_synthetic(url: RunUrl, options: MemberOptions) -> None:
+    from anabranch.workers.client import default_name
+    from anabranch.workers.synthetic import SyntheticWorker
+
+    run_async(SyntheticWorker(url, options.name or default_name()).run())

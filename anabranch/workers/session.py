@@ -1,0 +1,287 @@
+"""What a torch training loop calls. The training thread never blocks on the network.
+
+A background thread owns every connection; snapshots and adoptions happen only inside `Session.step` (and while a
+duty cycle rests), at step boundaries::
+
+    session = anabranch.join(url, model, optimizer)   # adopts the global model
+    for batch in session.batches(loader):
+        loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
+        session.step(tokens=batch.numel(), loss=loss)  # snapshot and adopt here, never waits
+    session.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
+
+from anabranch.errors import AnabranchError, LayoutMismatch, MemberRefused
+from anabranch.loops import run_async
+from anabranch.model import layout_for
+from anabranch.queue.url import RunUrl
+from anabranch.workers.client import Client, Identity, default_name
+from anabranch.workers.learner import Learner, Outgoing, Refusal
+from anabranch.workers.torch_store import TorchStore, shapes
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("anabranch.worker")
+
+FACTOR = 0.25  # of the step-time average
+LOSS_EVERY_S = 0.5  # reading a loss from a GPU waits for it
+JOIN_POLL_S = 0.05
+
+T = TypeVar("T")
+
+
+class Session:
+    """One worker's (or evaluator's) part in a run. Create it with `join`."""
+
+    def __init__(
+        self,
+        url: str | RunUrl,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        name: str | None = None,
+        label: str = "",
+        role: Literal["worker", "evaluator"] = "worker",
+        device: str = "",
+        duty: float = 1.0,
+    ) -> None:
+        """Prepare; `start` joins. `duty`: share of the time spent training, the rest is rested away."""
+        self._url = url if isinstance(url, RunUrl) else RunUrl.parse(url)
+        self._model = model
+        self.optimizer = optimizer
+        self._wake = threading.Event()
+        self._client = Client(
+            self._url, Identity(name or default_name(), label, role, device), on_change=self._wake.set
+        )
+        self._duty = duty
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._closing: asyncio.Event | None = None
+        self._began = self._last = 0.0
+        self._loss: torch.Tensor | float | None = None
+        self._loss_at = 0.0
+        self._boundary_s = 0.0
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Join the run and adopt the global model; blocks until then. Raises `MemberRefused`, `ServerError`."""
+        self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
+        self._thread.start()
+        while not self._adopted() and not self.stopped:
+            self._wake.wait(JOIN_POLL_S)
+            self._wake.clear()
+            self._check()
+            self._boundary()
+        self._began = self._last = time.monotonic()
+        return self
+
+    def close(self, reason: str = "done") -> None:
+        """Say farewell and end the background thread. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if self._loop is not None and self._closing is not None and thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._leave(reason), self._loop)
+        thread.join(timeout=10.0)
+
+    def __enter__(self) -> Self:
+        return self if self._thread is not None else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("done" if error is None else f"{type(error).__name__}: {error}")
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def batches(self, source: Iterable[T]) -> Iterator[T]:
+        """The items of `source` until the run stops."""
+        for item in source:
+            if self.stopped:
+                return
+            yield item
+
+    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
+        """Call after `optimizer.step()`: counts, snapshots what was called for, adopts what arrived.
+
+        `tokens`: how many this step trained on (at least 1). Never waits for the network; raises what ended the
+        background thread, if something did.
+        """
+        self._check()
+        now = time.monotonic()
+        trained_s = now - self._last
+        vitals = self._client.vitals
+        vitals.train_s += trained_s
+        learner = self._learner()
+        learner.books.step(tokens)
+        self._note_loss(loss, now)
+        self._boundary()
+        if self._duty < 1.0:
+            self._rest(trained_s * (1.0 / self._duty - 1.0))
+        done = time.monotonic()
+        whole_s = done - self._last
+        vitals.step_s = whole_s if vitals.step_s == 0 else vitals.step_s + FACTOR * (whole_s - vitals.step_s)
+        vitals.life_s = done - self._began
+        self._last = done
+        self._call_soon(self._client.progressed)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run is over; None while it goes on."""
+        return self._client.stopped
+
+    @property
+    def paused(self) -> bool:
+        return self._client.paused
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the whole run has merged so far: learning-rate schedules follow this."""
+        return self._client.tokens
+
+    @property
+    def name(self) -> str:
+        return self._client.identity.name
+
+    # --- evaluation ---------------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float) -> list[int]:
+        """For members that do not train: wait for something new, adopt it; fragments adopted."""
+        self._wake.wait(timeout_s)
+        self._wake.clear()
+        self._check()
+        return self._boundary()
+
+    def versions(self) -> list[int]:
+        """Adopted version of each fragment."""
+        report: list[int] = self._learner().books.report()["adopted"]
+        return report
+
+    def report_heldout(self, loss: float, versions: list[int], tokens: int) -> None:
+        """Publish a held-out loss (nats per token) and what it was measured on."""
+        vitals = self._client.vitals
+        vitals.measured, vitals.measured_tokens, vitals.heldout_loss = versions, tokens, loss
+        self._call_soon(self._client.progressed)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """The background thread."""
+        try:
+            run_async(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._wake.set()
+
+    async def _serve(self) -> None:
+        self._closing = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            record = await self._client.open(stack)
+            layout = layout_for(record.spec, shapes(self._model))
+            if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
+                raise LayoutMismatch(f"this model is not the run's: {difference}")
+            store = TorchStore(self._model, layout)
+            self._loop = asyncio.get_running_loop()
+            serving = asyncio.create_task(self._client.serve(store, layout), name="session: serve")
+            closing = asyncio.create_task(self._closing.wait(), name="session: wait for close")
+            done, pending = await asyncio.wait({serving, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if closing not in done and self._client.stopped is not None:
+                await closing  # the run is over; the loop still answers until the training side lets go
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            if serving in done:
+                serving.result()
+
+    async def _leave(self, reason: str) -> None:
+        assert self._closing is not None
+        try:
+            async with asyncio.timeout(5.0):
+                await self._client.leave(reason)
+        except (TimeoutError, AnabranchError) as error:
+            log.warning("no farewell: %s", error)
+        finally:
+            self._closing.set()
+
+    def _adopted(self) -> bool:
+        learner = self._client.learner
+        return self._client.joined.is_set() and learner is not None and all(v >= 0 for v in self.versions())
+
+    def _learner(self) -> Learner:
+        learner = self._client.learner
+        if learner is None:
+            raise MemberRefused("the session has not joined; use anabranch.join or `with Session(...)`")
+        return learner
+
+    def _boundary(self) -> list[int]:
+        """At a step boundary; an incarnation that just began adopts everything before it counts anything."""
+        learner = self._client.learner
+        if learner is None:
+            return []
+        started = time.monotonic()
+        loss = self._client.vitals.loss
+
+        def send(item: Outgoing | Refusal) -> None:
+            self._call_soon(lambda: self._client.submit(learner, item))
+
+        adopted = learner.boundary(loss, send)
+        self._boundary_s += time.monotonic() - started
+        return adopted
+
+    def _rest(self, seconds: float) -> None:
+        """Rest for a duty cycle, but answer calls: between two steps every moment is a boundary."""
+        started = time.monotonic()
+        while (left := seconds - (time.monotonic() - started)) > 0:
+            if self._wake.wait(left):
+                self._wake.clear()
+                self._boundary()
+                self._check()
+                if self.stopped:
+                    break
+        self._client.vitals.rest_s += time.monotonic() - started
+
+    def _note_loss(self, loss: torch.Tensor | float | None, now: float) -> None:
+        if loss is not None and now - self._loss_at >= LOSS_EVERY_S:
+            self._loss_at = now
+            self._client.vitals.loss = float(loss)
+
+    def _call_soon(self, function: object) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(function)  # type: ignore[arg-type]
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def join(
+    url: str | RunUrl,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    name: str | None = None,
+    label: str = "",
+    duty: float = 1.0,
+) -> Session:
+    """Join a run with a model of your own and adopt the global parameters.
+
+    Only parameters with `requires_grad` are synchronized, as float32. Blocks until the global model is adopted.
+    Raises `LayoutMismatch` (names the first differing tensor), `MemberRefused`, `UrlError` or `ServerError`.
+    """
+    device = str(next(model.parameters()).device)
+    return Session(url, model, optimizer, name=name, label=label, device=device, duty=duty).start()

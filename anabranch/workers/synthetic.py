@@ -1,0 +1,150 @@
+"""Workers without torch: numpy parameters, simulated steps. Fleets for tests and benchmarks are built from them.
+
+`anabranch worker URL --task synthetic` runs one; `SyntheticWorker` runs hundreds in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from anabranch.errors import SpecError
+from anabranch.merge.fragments import Layout
+from anabranch.model import Float32, layout_for
+from anabranch.queue.url import RunUrl
+from anabranch.spec import RunSpec
+from anabranch.workers.client import Client, Identity
+
+
+class NumpyStore:
+    """A `ParameterStore` of plain arrays, one flat vector per fragment."""
+
+    def __init__(self, layout: Layout, seed: int = 0) -> None:
+        generator = np.random.default_rng(seed)
+        self.theta = [generator.standard_normal(f.size).astype(np.float32) for f in layout.fragments]
+        self.base = [theta.copy() for theta in self.theta]
+
+    def delta(self, fragment: int) -> Float32:
+        return self.base[fragment] - self.theta[fragment]
+
+    def load(self, fragment: int, theta: Float32) -> None:
+        self.base[fragment] = theta
+        self.theta[fragment] = theta.copy()
+
+    def initial(self, fragment: int) -> Float32:
+        return self.theta[fragment]
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """`task.options` of a synthetic run: `tensors` of `size` elements each."""
+
+    tensors: int = 8
+    size: int = 1024
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> SyntheticOptions:
+        for key, value in options.items():
+            if key not in cls.__dataclass_fields__:
+                raise SpecError(f"task.options.{key} = {value!r}: unknown key; allowed here: size, tensors")
+            if type(value) is not int or value < 1:
+                raise SpecError(f"task.options.{key} = {value!r}: must be a whole number of at least 1")
+        return cls(**options)
+
+    def layout(self, spec: RunSpec) -> Layout:
+        return layout_for(spec, [(f"tensor.{i}", (self.size,)) for i in range(self.tensors)])
+
+
+class Train(Protocol):
+    """What one simulated step does to the parameters."""
+
+    def __call__(self, store: NumpyStore, step: int) -> float | None:
+        """Change `store.theta`; return a loss or None."""
+        ...
+
+
+def decay(store: NumpyStore, step: int) -> float | None:
+    """A quadratic bowl: θ shrinks towards zero, so the loss falls if merging works."""
+    for theta in store.theta:
+        theta *= np.float32(0.99)
+    return float(np.mean([np.mean(np.square(theta)) for theta in store.theta]))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a synthetic worker behaves."""
+
+    step_s: float = 0.01
+    tokens: int = 64
+    steps: int | None = None  # stop stepping after so many; None: until the run stops
+
+
+class SyntheticWorker:
+    """A whole worker in a few coroutines: a client and a loop of simulated steps."""
+
+    def __init__(
+        self,
+        url: RunUrl,
+        name: str,
+        pace: Pace | None = None,
+        *,
+        train: Train = decay,
+        store: Callable[[Layout], NumpyStore] = NumpyStore,
+    ) -> None:
+        self.client = Client(url, Identity(name, label="synthetic", device="none"))
+        self.store: NumpyStore | None = None
+        self.ready = asyncio.Event()  # every fragment adopted
+        self.step = 0
+        self._pace = pace or Pace()
+        self._train = train
+        self._make_store = store
+
+    async def run(self) -> None:
+        """Join, take part until the run stops, and return."""
+        async with AsyncExitStack() as stack:
+            record = await self.client.open(stack)
+            layout = record.layout or SyntheticOptions.parse(record.spec.task.options).layout(record.spec)
+            self.store = self._make_store(layout)
+            async with asyncio.TaskGroup() as group:
+                trainer = group.create_task(self._loop(len(layout.fragments)), name="synthetic: train")
+                try:
+                    await self.client.serve(self.store, layout)
+                finally:
+                    trainer.cancel()
+
+    async def _loop(self, fragments: int) -> None:
+        """Steps on the event loop's time; boundaries as a training thread would have them."""
+        client = self.client
+        await client.joined.wait()
+        started = last = time.monotonic()
+        while client.stopped is None and (self._pace.steps is None or self.step < self._pace.steps):
+            learner = client.learner
+            assert learner is not None
+            assert self.store is not None
+            if any(learner.books.version(f) < 0 for f in range(fragments)):
+                learner.boundary(None, lambda _: None)
+                await asyncio.sleep(0.005)
+                continue
+            self.ready.set()
+            await asyncio.sleep(self._pace.step_s)
+            loss = self._train(self.store, self.step)
+            self.step += 1
+            learner.books.step(self._pace.tokens)
+            now = time.monotonic()
+            vitals = client.vitals
+            vitals.step_s = now - last if vitals.step_s == 0 else vitals.step_s + 0.25 * (now - last - vitals.step_s)
+            vitals.train_s, vitals.life_s, vitals.loss = vitals.train_s + now - last, now - started, loss
+            last = now
+            learner.boundary(loss, lambda item, at=learner: client.submit(at, item))  # type: ignore[misc]
+            client.progressed()
+        while client.stopped is None:  # out of steps, still a member: it adopts and answers
+            learner = client.learner
+            assert learner is not None
+            learner.boundary(client.vitals.loss, lambda item, at=learner: client.submit(at, item))  # type: ignore[misc]
+            await asyncio.sleep(0.01)

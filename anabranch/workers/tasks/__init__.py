@@ -1,0 +1,1 @@
+"""What a worker can train."""

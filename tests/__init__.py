@@ -1,0 +1,1 @@
+"""Tests; `tests/fundamentals` reads as a tutorial."""

@@ -1,0 +1,1 @@
+"""Read these first: one concept per test, the production path, a real server."""

@@ -1,0 +1,176 @@
+"""A synchronizer and synthetic workers against the real server, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from redis.asyncio import Redis
+
+from anabranch.merge.fragments import Layout
+from anabranch.model import Float32
+from anabranch.orchestrator.state import State
+from anabranch.orchestrator.synchronizer import Synchronizer
+from anabranch.queue import messages
+from anabranch.queue.connection import connect
+from anabranch.queue.keys import Keys
+from anabranch.queue.url import RunUrl
+from anabranch.spec import RunSpec, parse_spec
+from anabranch.workers.client import Client
+from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticWorker
+from tests.wait import wait_until
+
+
+def make_spec(run: str, **sections: Any) -> RunSpec:
+    """A small, quick synthetic run; sections override parts of it."""
+    base: dict[str, Any] = {
+        "name": run,
+        "rounds": {"fragments": 2, "inner_steps": 8, "deadline_min_s": 5.0},
+        "workers": {"codec": "fp32", "heartbeat_s": 0.3},
+        "task": {"name": "synthetic", "options": {"tensors": 4, "size": 64}},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return parse_spec(base)
+
+
+class Bench:
+    """A leading synchronizer and the workers that were added to it."""
+
+    def __init__(self, url: RunUrl, synchronizer: Synchronizer, redis: Redis, group: asyncio.TaskGroup) -> None:
+        self.url = url
+        self.synchronizer = synchronizer
+        self.redis = redis
+        self.keys = Keys(url.run)
+        self.workers: dict[str, SyntheticWorker] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._group = group
+
+    @property
+    def state(self) -> State:
+        core = self.synchronizer.core
+        assert core is not None
+        return core.state
+
+    def add(self, name: str, pace: Pace | None = None, **options: Any) -> SyntheticWorker:
+        """Start a synthetic worker."""
+        worker = SyntheticWorker(self.url, name, pace or Pace(step_s=0.005), **options)
+        self.workers[name] = worker
+        self.tasks[name] = self._group.create_task(worker.run(), name=f"worker {name}")
+        return worker
+
+    def kill(self, name: str) -> None:
+        """The worker vanishes without a word."""
+        self.tasks.pop(name).cancel()
+        del self.workers[name]
+
+    def versions(self) -> list[int]:
+        return [fragment.version for fragment in self.state.fragments]
+
+    async def reach(self, version: int, timeout_s: float = 20.0) -> None:
+        """Wait until every fragment has this version."""
+        await wait_until(
+            lambda: bool(self.versions()) and min(self.versions()) >= version, f"version {version}", timeout_s
+        )
+
+    def tape(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.synchronizer.tape.recent if event["kind"] == kind]
+
+    def theta(self, fragment: int) -> Float32:
+        assert self.synchronizer.vault is not None
+        return self.synchronizer.vault.versions[fragment].theta
+
+    async def send(self, worker: str, data: bytes) -> None:
+        """Put raw bytes into a worker's inbox."""
+        await self.redis.xadd(self.keys.contributions(worker), {"m": data})
+
+    async def post(self, worker: str, message: messages.Message) -> None:
+        await self.send(worker, messages.encode(message, self.url.run))
+
+
+@asynccontextmanager
+async def bench(
+    run_url: str, spec: RunSpec, *, directory: Path | None = None, init: Path | None = None
+) -> AsyncIterator[Bench]:
+    """Lead the run of `run_url` until the block ends."""
+    url = RunUrl.parse(run_url)
+    redis = connect(url, name="test")
+    synchronizer = Synchronizer(url, spec, directory=directory, init=init)
+    task = asyncio.create_task(synchronizer.run(), name="synchronizer")
+    try:
+        async with asyncio.TaskGroup() as group:
+            await wait_until(lambda: task.done() or synchronizer.core is not None, "the synchronizer leads")
+            if task.done():
+                await task
+            made = Bench(url, synchronizer, redis, group)
+            try:
+                yield made
+            finally:
+                for worker in made.tasks.values():
+                    worker.cancel()
+    finally:
+        synchronizer.end()
+        await task
+        await redis.aclose()
+
+
+class ScriptedStore(NumpyStore):
+    """A store whose Δ is a fixed function of (worker, fragment, how often the fragment was loaded)."""
+
+    def __init__(self, layout: Layout, script: Callable[[int, int, int], Float32]) -> None:
+        super().__init__(layout, seed=1)
+        self._script = script
+        self._loads = [-1] * len(layout.fragments)
+
+    def load(self, fragment: int, theta: Float32) -> None:
+        super().load(fragment, theta)
+        self._loads[fragment] += 1
+
+    def delta(self, fragment: int) -> Float32:
+        return self._script(fragment, self._loads[fragment], self.base[fragment].size)
+
+
+def scripted(worker: int) -> Callable[[int, int, int], Float32]:
+    """Outer gradients that every process can compute: (fragment, version, size) -> Δ of this worker."""
+
+    def script(fragment: int, version: int, size: int) -> Float32:
+        generator = np.random.default_rng([worker, fragment, version])
+        return (generator.standard_normal(size) * 0.1).astype(np.float32)
+
+    return script
+
+
+def send_everything_twice(client: Client) -> None:
+    """Make a client repeat each message, as a retry after a lost reply would."""
+    once = client._post
+
+    async def twice(message: messages.Message) -> None:
+        await once(message)
+        await once(message)
+
+    client._post = twice  # type: ignore[method-assign]
+
+
+@contextmanager
+def process(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """`anabranch ARGUMENTS` as a process of its own; killed at the end of the block if it still runs."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "anabranch", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(environment or {})},
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+        child.communicate()

@@ -1,0 +1,1 @@
+"""Numerics, against a straightforward float64 implementation in `reference.py`."""
