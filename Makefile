@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test lint format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what each target does
@@ -29,6 +29,9 @@ lint: $(STAMP)  ## ruff and strict type checking
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(STAMP)  ## speed of the merge; writes docs/results/merge_speed.json
+	$(BIN)/python -m benchmarks.merge_speed
 
 format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

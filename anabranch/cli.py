@@ -16,6 +16,7 @@ from rich.console import Console
 
 from anabranch._version import VERSION
 from anabranch.errors import AnabranchError, UsageError
+from anabranch.loops import leaf, run_async
 from anabranch.queue.url import RunUrl
 
 app = typer.Typer(
@@ -90,7 +91,6 @@ def demo(
 ) -> None:
     """Train a small language model with three unequal workers on this machine, for two minutes."""
     from anabranch.demo import Demo, DemoOptions, ending_on_signals
-    from anabranch.loops import run_async
     from anabranch.terminal import DemoDisplay, print_summary
 
     logging.getLogger("anabranch").setLevel(logging.WARNING)
@@ -135,7 +135,6 @@ def up(
     """Start (or continue) a run here: embedded server, synchronizer and status page."""
     settings = _settings(spec, overrides, name, print_config)
     from anabranch.demo import ending_on_signals
-    from anabranch.loops import run_async
     from anabranch.orchestrator.web.app import PageOptions
     from anabranch.up import UpOptions, bring_up, reachable_url
 
@@ -170,7 +169,6 @@ def orchestrator(
     run_url = RunUrl.parse(url) if url or not print_config else RunUrl("", "run")
     settings = _settings(spec, overrides, run_url.run, print_config)
     from anabranch.demo import ending_on_signals
-    from anabranch.loops import run_async
     from anabranch.orchestrator.synchronizer import Synchronizer
     from anabranch.orchestrator.web.app import PageOptions, serve_page
     from anabranch.up import RunDirectory
@@ -243,7 +241,6 @@ def evaluator(
 @app.command()
 def status(url: Url, as_json: AsJson = False) -> None:
     """What the run is doing, and why."""
-    from anabranch.loops import run_async
     from anabranch.operate import status as read_status
     from anabranch.terminal import print_status
 
@@ -320,7 +317,6 @@ def _settings(spec: Path | None, overrides: list[str] | None, run: str, print_co
 
 
 def _command(url: str, action: str, **details: Any) -> None:
-    from anabranch.loops import run_async
     from anabranch.operate import command
 
     parsed = RunUrl.parse(url)
@@ -346,18 +342,11 @@ def main() -> None:
     except AnabranchError as error:
         _fail(str(error))
     except BaseExceptionGroup as group:
-        ours = group.subgroup(AnabranchError)
-        if ours is None:
+        if not isinstance(leaf(group), AnabranchError):
             raise
-        _fail(str(_leaf(ours)))
+        _fail(str(leaf(group)))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _leaf(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _fail(text: str) -> None:

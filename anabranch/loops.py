@@ -1,4 +1,4 @@
-"""Running coroutines: uvloop where it exists (it writes large buffers several times faster)."""
+"""Running coroutines: uvloop where it exists (it writes large buffers several times faster), plain exceptions."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
+
+
+def leaf(error: BaseException) -> BaseException:
+    """The first exception in a group that is none: what a caller of ours expects to catch."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -43,7 +43,7 @@ class _Section(BaseModel):
 class RoundsSpec(_Section):
     """When a round opens and how long it waits (DESIGN section 4)."""
 
-    fragments: Annotated[int, Field(ge=1, le=4096)] = 8  # P
+    fragments: Annotated[int, Field(ge=1, le=1024)] = 8  # P; a heartbeat lists them within one envelope
     inner_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 24  # H: every fragment once per H inner steps
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2  # τ: rounds open at the same time
     quorum: Annotated[int, Field(ge=1, le=10_000)] | Literal["all"] = 1  # K; "all": everyone called
@@ -96,7 +96,7 @@ class WorkersSpec(_Section):
 class LimitsSpec(_Section):
     """What a member may cost the run."""
 
-    max_members: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    max_members: Annotated[int, Field(ge=1, le=8192)] = 1024  # a call names them within one envelope
     max_delta_norm: Positive | None = None
     blob_ttl_s: Annotated[float, Field(ge=5)] = 600.0
     superseded_ttl_s: Annotated[float, Field(ge=1)] = 60.0

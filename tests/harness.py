@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32
 from anabranch.orchestrator.state import State
-from anabranch.orchestrator.synchronizer import Synchronizer
+from anabranch.orchestrator.synchronizer import Synchronizer, send_command
 from anabranch.queue import messages
 from anabranch.queue.connection import connect
 from anabranch.queue.keys import Keys
@@ -79,6 +79,27 @@ class Bench:
         """Wait until every fragment has this version."""
         await wait_until(
             lambda: bool(self.versions()) and min(self.versions()) >= version, f"version {version}", timeout_s
+        )
+
+    async def command(self, action: str) -> None:
+        """Send an operator's command."""
+        await send_command(self.redis, self.keys, action)
+
+    async def forget_everything(self) -> None:
+        """The server loses all keys of this run."""
+        redis = connect(self.url, name="test")
+        async for key in redis.scan_iter(match=self.keys.prefix.replace("{", "\\{") + "*"):
+            await redis.delete(key)
+        await redis.aclose()
+
+    async def settle(self) -> None:
+        """Open no more rounds and wait until those in flight are stored: versions stand still after this."""
+        await self.command("pause")
+        await wait_until(lambda: self.state.paused and not self.state.rounds, "no round is open")
+        newest = {p: v for p, v in enumerate(self.versions()) if v > 0}
+        await wait_until(
+            lambda: newest.items() <= {(m["fragment"], m["version"]) for m in self.tape("merged")},
+            "commits are stored",
         )
 
     def tape(self, kind: str) -> list[dict[str, Any]]:

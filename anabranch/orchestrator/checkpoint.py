@@ -12,8 +12,11 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from anabranch._version import VERSION
 from anabranch.faults import fail_at
@@ -22,7 +25,6 @@ from anabranch.model import unflatten
 from anabranch.orchestrator.state import State
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from anabranch.orchestrator.vault import Version
@@ -31,61 +33,76 @@ FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A consistent picture of a run: versions are never changed in place, so holding them is enough."""
+
+    name: str
+    manifest: dict[str, Any]
+    layout: Layout
+    versions: tuple[Version, ...]
+
+
+def take_snapshot(state: State, layout: Layout, versions: Sequence[Version]) -> Snapshot:
+    """What a checkpoint of this moment contains. Synchronous: nothing changes meanwhile."""
+    manifest: dict[str, Any] = {
+        "release": VERSION,
+        "run": state.spec.name,
+        "timeline": state.timeline,
+        "tokens": state.tokens,
+        "versions": [fragment.version for fragment in state.fragments],
+        "heldout": state.heldout[-1] if state.heldout else None,
+        "layout": layout.to_wire(),
+        "spec": state.spec.model_dump(mode="json"),
+    }
+    name = f"{sum(manifest['versions']):08d}-{state.timeline}"
+    return Snapshot(name, manifest, layout, tuple(versions))
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints in a run directory that have a manifest, oldest first."""
+    folder = directory / FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if (p / MANIFEST).exists() and not p.name.startswith("."))
+
+
 class Checkpointer:
     """Writes checkpoints of one run into its directory and keeps the last few."""
 
-    def __init__(self, directory: Path | None, keep: int) -> None:
-        self._folder = directory / FOLDER if directory is not None else None
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory = directory
+        self._folder = directory / FOLDER
         self._keep = keep
         self._lock = asyncio.Lock()
         self.latest: Path | None = None
 
-    async def save(self, state: State, layout: Layout, versions: Sequence[Version]) -> Path | None:
-        """Write one; the tensors are the versions given, so rounds may go on meanwhile. Returns its folder."""
-        if self._folder is None:
-            return None
-        tokens = state.tokens
-        manifest: dict[str, Any] = {
-            "release": VERSION,
-            "run": state.spec.name,
-            "timeline": state.timeline,
-            "tokens": tokens,
-            "versions": [fragment.version for fragment in state.fragments],
-            "heldout": state.heldout[-1] if state.heldout else None,
-            "layout": layout.to_wire(),
-            "spec": state.spec.model_dump(mode="json"),
-        }
-        target = self._folder / f"{sum(manifest['versions']):08d}-{state.timeline}"
+    async def write(self, snapshot: Snapshot) -> Path:
+        """Write one in a thread, so that rounds go on; returns its folder."""
         async with self._lock:
-            self.latest = await asyncio.to_thread(self._write, target, manifest, layout, versions)
+            self.latest = await asyncio.to_thread(self._write, snapshot)
         return self.latest
 
-    def _write(self, target: Path, manifest: dict[str, Any], layout: Layout, versions: Sequence[Version]) -> Path:
-        assert self._folder is not None
-        if target.exists():  # nothing was merged since
+    def _write(self, snapshot: Snapshot) -> Path:
+        target = self._folder / snapshot.name
+        if (target / MANIFEST).exists():  # nothing was merged since
             return target
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self._folder / f".{target.name}.partial"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(mode=0o700)
-        theta = unflatten(layout, [version.theta for version in versions])
-        files = {"theta.safetensors": theta}
-        if all(version.momentum is not None for version in versions):
-            momenta = [version.momentum for version in versions if version.momentum is not None]
-            files["momentum.safetensors"] = unflatten(layout, momenta)
+        versions = snapshot.versions
+        files = {"theta.safetensors": unflatten(snapshot.layout, [version.theta for version in versions])}
+        momenta = [v.momentum if v.momentum is not None else np.zeros_like(v.theta) for v in versions]
+        files["momentum.safetensors"] = unflatten(snapshot.layout, momenta)
         digests = {name: _write_tensors(temporary / name, tensors) for name, tensors in files.items()}
         fail_at("during checkpoint")
-        _write_text(temporary / MANIFEST, json.dumps({**manifest, "files": digests}, indent=1))
+        _write_text(temporary / MANIFEST, json.dumps({**snapshot.manifest, "files": digests}, indent=1))
         temporary.rename(target)
         _sync(self._folder)
-        self._drop_old()
+        for old in complete_checkpoints(self._directory)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
         return target
-
-    def _drop_old(self) -> None:
-        assert self._folder is not None
-        complete = sorted(path for path in self._folder.iterdir() if (path / MANIFEST).exists())
-        for path in complete[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_tensors(path: Path, tensors: dict[str, NDArray[np.float32]]) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from anabranch.orchestrator.events import TimerName
+
 LONGEST_STEP_S = 0.5  # a tick comes at least every 0.25 s, so more than this was a stall
 
 
@@ -40,16 +42,16 @@ class Timers:
     """Named deadlines on a clock the caller reads."""
 
     def __init__(self) -> None:
-        self._due: dict[tuple[str, int], float] = {}
+        self._due: dict[tuple[TimerName, int], float] = {}
 
-    def set(self, name: str, number: int, at: float) -> None:
+    def set(self, name: TimerName, number: int, at: float) -> None:
         self._due[name, number] = at
 
     def next_in(self, now: float, most_s: float) -> float:
         """Seconds until the next deadline, at most `most_s`."""
         return max(0.0, min([most_s, *(at - now for at in self._due.values())]))
 
-    def pop_due(self, now: float) -> list[tuple[str, int]]:
+    def pop_due(self, now: float) -> list[tuple[TimerName, int]]:
         """Deadlines that have passed, in their order."""
         due = sorted((at, key) for key, at in self._due.items() if at <= now)
         for _, key in due:

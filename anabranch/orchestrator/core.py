@@ -107,6 +107,9 @@ class Core:
                 yield from self._command(event, now)
 
     def _start(self, now: float) -> Iterator[Instruction]:
+        if self.state.stopped:  # whoever starts a synchronizer on a stopped run wants it to go on
+            self.state.stopped = False
+            yield Note("the run had been stopped: it goes on", "continued")
         yield SetTimer("sweep", "sweep", self._sweep_s)
         for round_ in self.state.rounds.values():
             left = max(0.0, round_.deadline_s - (now - round_.opened_at))
@@ -152,7 +155,7 @@ class Core:
             return
         if event.entry is not None and giver is not None:
             yield Consume("version 0 read", name, (event.entry,))
-        if state.born:
+        if state.born or state.orphaned:
             return
         if isinstance(event, InitFailed):
             if event.incarnation == state.asked_init:

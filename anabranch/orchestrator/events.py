@@ -371,10 +371,11 @@ class Consume(Instruction):
 
 @dataclass(frozen=True)
 class Gone(Instruction):
-    """A member left the live list."""
+    """A member is off the live list; `left`: it said farewell."""
 
     incarnation: int
     name: str
+    left: bool = False
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,9 @@ def born(state: State) -> None:
 def ask_for_init(state: State) -> Iterator[Instruction]:
     """Ask one member for version 0, if there is none yet and nobody who was asked is still here."""
     asked = state.members.get(state.asked_init)
-    if state.born or state.stopped or (asked is not None and asked.live):
+    if state.born or state.stopped or state.orphaned or (asked is not None and asked.live):
         return
-    candidate = next((m for m in state.members.values() if m.live and m.can_init), None)
+    candidate = next((m for m in state.members.values() if m.live and m.can_init and m.role == "worker"), None)
     if candidate is not None:
         state.asked_init = candidate.incarnation
         yield AskInit(f"version 0 comes from {candidate.name}", candidate.incarnation)
@@ -140,6 +140,14 @@ def progress(state: State, event: Progressed, now: float) -> Iterator[Instructio
     member.train_s, member.rest_s, member.life_s = event.train_s, event.rest_s, event.life_s
     member.bytes_sent = event.bytes_sent
     count = len(state.fragments)
+    if not count and not state.orphaned and any(version >= 0 for version in event.adopted):
+        state.orphaned = True
+        yield Note(
+            f"{member.name} holds versions of this run, but the server holds none: it was emptied. "
+            "No new model is begun; continue from a checkpoint",
+            "orphaned",
+            _who(member),
+        )
     figures = (event.adopted, event.held, event.discarded, event.pending)
     if count and all(len(f) == count for f in figures):
         member.adopted, member.held = list(event.adopted), list(event.held)
@@ -230,7 +238,7 @@ def go(state: State, member: Member, reason: str) -> Iterator[Instruction]:
     state.dirty.add(member.incarnation)
     for round_ in state.rounds.values():
         round_.called.discard(member.incarnation)
-    yield Gone(reason, member.incarnation, member.name)
+    yield Gone(reason, member.incarnation, member.name, member.left)
     yield from ask_for_init(state)
 
 
@@ -264,6 +272,7 @@ def _close(state: State, member: Member) -> Iterator[Instruction]:
         rejected=weighted(account.rejected, sizes),
         discarded=weighted([discarded for _, discarded in member.known], sizes),
         lost=weighted(account.lost, sizes),
+        left=member.left,
         train_s=member.train_s,
         rest_s=member.rest_s,
         life_s=member.life_s,

@@ -36,6 +36,12 @@ def is_stuck(member: Member, state: State, now: float) -> bool:
     )
 
 
+def is_too_slow(member: Member, state: State) -> bool:
+    """Its step outlasts H paced steps: it never holds a current base, so calling it is in vain (s = 0)."""
+    pace_s = state.averages.step_s
+    return pace_s is not None and member.step_s > state.spec.rounds.inner_steps * pace_s
+
+
 @dataclass(frozen=True)
 class Pacing:
     """Whether a round is due. `worker` is the pacing one: the K′-th largest number of steps since opening."""
@@ -80,6 +86,7 @@ def callable_for(fragment: Fragment, state: State, now: float) -> list[Member]:
         m
         for m in state.members.values()
         if advances(m, state, now)
+        and not is_too_slow(m, state)
         and len(m.adopted) > fragment.index
         and m.adopted[fragment.index] == fragment.version
         and m.held[fragment.index] > 0

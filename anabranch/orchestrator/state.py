@@ -128,6 +128,7 @@ class Departed:
     rejected: float
     discarded: float
     lost: float
+    left: bool = False  # said farewell
     train_s: float = 0.0
     rest_s: float = 0.0
     life_s: float = 0.0
@@ -151,6 +152,7 @@ class State:
     next_incarnation: int = 1
     next_fragment: int = 0  # where the cycle over fragments stands
     asked_init: int = 0  # incarnation asked for version 0
+    orphaned: bool = False  # unborn, yet a member holds a version: the server lost this run
     paused: bool = False
     stopped: bool = False
     applied_parameter_tokens: int = 0  # Σ tokens applied × parameters of the fragment
@@ -216,7 +218,7 @@ def dump_core(state: State, now: float) -> dict[str, Any]:
         "asked_init": state.asked_init,
         "paused": state.paused,
         "stopped": state.stopped,
-        "applied_parameter_tokens": state.applied_parameter_tokens,
+        "applied_parameter_tokens": str(state.applied_parameter_tokens),  # may pass msgpack's 64 bits
         "counts": dict(sorted(state.counts.items())),
         "heldout": [list(item) for item in state.heldout],
         "departed": [vars(d) for d in state.departed],
@@ -238,7 +240,7 @@ def load_core(record: dict[str, Any], spec: RunSpec, now: float) -> State:
         asked_init=record["asked_init"],
         paused=record["paused"],
         stopped=record["stopped"],
-        applied_parameter_tokens=record["applied_parameter_tokens"],
+        applied_parameter_tokens=int(record["applied_parameter_tokens"]),
         counts=dict(record["counts"]),
         heldout=[(tokens, loss) for tokens, loss in record["heldout"]],
         departed=deque((Departed(**d) for d in record["departed"]), maxlen=DEPARTED_KEPT),

@@ -118,8 +118,7 @@ class Scribe:
             elif isinstance(instruction, ev.ChangeSetting):
                 self._record = RunRecord(spec, self._record.layout)
                 transaction.set(self._keys.spec, self._record.pack())
-            message = transcribe(instruction, transaction, self._keys, self._claim)
-            if message is not None:
+            for message in transcribe(instruction, transaction, self._keys, self._claim):
                 transaction.broadcast(messages.encode(message, self._keys.run), spec.limits.broadcast_length)
             if (event := tape_event(instruction)) is not None:
                 stamped = self._tape.stamp(event)

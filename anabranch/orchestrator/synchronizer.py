@@ -14,14 +14,16 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anabranch.errors import AnabranchError, BlobMissing, Fenced, PayloadError
+from anabranch.errors import AnabranchError, BlobMissing, CheckpointError, Fenced, PayloadError
 from anabranch.faults import fail_at
+from anabranch.loops import leaf
 from anabranch.orchestrator import events as ev
 from anabranch.orchestrator import ingest, store
-from anabranch.orchestrator.checkpoint import Checkpointer
+from anabranch.orchestrator.checkpoint import Checkpointer, complete_checkpoints, take_snapshot
 from anabranch.orchestrator.clock import SteadyClock, Timers
 from anabranch.orchestrator.tape import Tape
 from anabranch.orchestrator.vault import Vault
@@ -79,6 +81,7 @@ class Synchronizer:
         self._spec = spec
         self._directory = directory
         self._init = init
+        self.checkpoints: Checkpointer | None = None
         self._queue: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._timers = Timers()
         self._inboxes = StreamReader()
@@ -113,11 +116,11 @@ class Synchronizer:
                     self._spawn(self._read(), "read streams")
                     self._spawn(self._listen(stack), "listen for knocks")
                     self._spawn(self._keep_lease(), "keep lease")
+                    self._spawn(self._keep_checkpoints(), "keep checkpoints")
                     self._spawn(self._watch_end(), "watch for the end")
-            except* _Ended:
-                pass
-            except* AnabranchError as group:
-                raise _first(group) from None
+            except BaseExceptionGroup as group:
+                if not isinstance(leaf(group), _Ended):
+                    raise leaf(group) from group
 
     def end(self) -> None:
         """Ask `run` to return once what is decided is stored."""
@@ -151,6 +154,7 @@ class Synchronizer:
         now = self.clock.tick()
         timeline = f"0-{secrets.token_hex(4)}"
         core, record = await store.load(self._redis, self.keys, self._spec, timeline, now)
+        self._check_no_birth_over(core)
         blobs = RedisBlobs(self._redis, self.keys)
         self.vault = Vault(core.state.spec, blobs)
         if core.state.born:
@@ -167,7 +171,18 @@ class Synchronizer:
     def _start_scribe(self, core: Core, record: RunRecord) -> None:
         assert self.vault is not None
         self._scribe = store.Scribe(self.keys, core, self.vault, self.tape, record)
-        self.checkpoints = Checkpointer(self._directory, core.state.spec.checkpoint.keep)
+        if self._directory is not None:
+            self.checkpoints = Checkpointer(self._directory, core.state.spec.checkpoint.keep)
+
+    def _check_no_birth_over(self, core: Core) -> None:
+        """An empty server beside a run directory with checkpoints is a loss, not a beginning."""
+        kept = complete_checkpoints(self._directory) if self._directory is not None else []
+        if kept and not core.state.born:
+            raise CheckpointError(
+                f"the server holds nothing of run {self.keys.run!r}, but {kept[-1]} is a checkpoint of it: a new "
+                "model must not take its place; start from it with --init "
+                f"{kept[-1] / 'theta.safetensors'} in another --dir, or move the checkpoints away"
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.create_task(work, name=f"synchronizer: {name}")
@@ -262,12 +277,12 @@ class Synchronizer:
         fired = self._timers.pop_due(now)
         if fired:
             await self._drain()
-        events = self._batch(None)
-        return events + [ev.TimerFired(name, number) for name, number in fired]  # type: ignore[arg-type]
+        events = self._batch(None, most=None if fired else BATCH)  # before a timer, everything that was read
+        return events + [ev.TimerFired(name, number) for name, number in fired]
 
-    def _batch(self, first: ev.Event | None) -> list[ev.Event]:
+    def _batch(self, first: ev.Event | None, most: int | None = BATCH) -> list[ev.Event]:
         events = [first] if first is not None else []
-        while len(events) < BATCH and not self._queue.empty():
+        while (most is None or len(events) < most) and not self._queue.empty():
             events.append(self._queue.get_nowait())
         return events
 
@@ -285,10 +300,12 @@ class Synchronizer:
             self.tape.append(event)
             log.info("%-10s %s", event["kind"], event["reason"])
         self.tape.flush()
-        await self._after(instructions)
-        self._queue.put_nowait(ev.Wrote(written.broadcast))
+        self._after(instructions)
         if tape_events:
             self.changed.set()
+        assert self.core is not None
+        # At once, before any other event: it marks exactly the outcomes of this write.
+        await self._carry_out(self.core.handle(ev.Wrote(written.broadcast), now))
 
     def _start_work(self, instructions: list[ev.Instruction], now: float) -> None:
         assert self.vault is not None
@@ -305,7 +322,7 @@ class Synchronizer:
                 case ev.FetchInit():
                     self._spawn(self._birth_from_worker(instruction), "fetch version 0")
 
-    async def _after(self, instructions: list[ev.Instruction]) -> None:
+    def _after(self, instructions: list[ev.Instruction]) -> None:
         """What may only happen once the batch is stored."""
         assert self.vault is not None
         for instruction in instructions:
@@ -316,17 +333,34 @@ class Synchronizer:
                 case ev.Close(last_of_name=True, name=name):
                     self._forget(name)
                 case ev.Checkpoint():
-                    await self.save_checkpoint()
+                    self._save_checkpoint()
                 case ev.Announce(what="stop"):
-                    await self.save_checkpoint()
-                    self.stopped.set()
+                    self._save_checkpoint(self.stopped)
 
-    async def save_checkpoint(self) -> Path | None:
-        """Write the current versions to the run directory; None without one or before birth."""
-        core, vault = self.core, self.vault
-        if core is None or vault is None or vault.layout is None or self._directory is None or not vault.versions:
-            return None
-        return await self.checkpoints.save(core.state, vault.layout, list(vault.versions))
+    def _save_checkpoint(self, then: asyncio.Event | None = None) -> None:
+        """Begin a checkpoint of this moment, if there is a model and a run directory; then set `then`."""
+        core, vault, checkpoints = self.core, self.vault, self.checkpoints
+        assert core is not None
+        assert vault is not None
+        snapshot = None
+        if checkpoints is not None and vault.layout is not None and core.state.born:
+            snapshot = take_snapshot(core.state, vault.layout, vault.versions)
+
+        async def save() -> None:
+            if snapshot is not None and checkpoints is not None:
+                folder = await checkpoints.write(snapshot)
+                log.info("%-10s %s", "checkpoint", folder)
+            if then is not None:
+                then.set()
+
+        self._spawn(save(), "checkpoint")
+
+    async def _keep_checkpoints(self) -> None:
+        assert self.core is not None
+        every_s = self.core.state.spec.checkpoint.every_s
+        while every_s is not None:
+            await asyncio.sleep(every_s)
+            self._save_checkpoint()
 
     async def _store(self, transaction: Transaction) -> Written:
         """Write until it is stored. Payloads that ran out during an outage are uploaded once more."""
@@ -339,7 +373,7 @@ class Synchronizer:
                 log.warning("%s: uploading again", error)
                 assert self.vault is not None
                 for version in [*self.vault.prepared.values(), *self.vault.versions]:
-                    await self._persist(lambda v=version: self.vault.upload_again(v), "upload", bounded=False)  # type: ignore[misc]
+                    await self._persist(partial(self.vault.upload_again, version), "upload", bounded=False)
 
     # --- work off the loop --------------------------------------------------------------------------------
 
@@ -416,14 +450,6 @@ class Synchronizer:
 
 class _Ended(Exception):
     """Unwinds the task group when `end` was called."""
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first plain exception in a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def send_command(

@@ -6,11 +6,13 @@ import json
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 FILE_NAME = "tape.jsonl"
 _RECENT = 200  # events the page can show
+_LINE_BYTES = 2048  # generous for one event
 
 
 class Tape:
@@ -26,18 +28,25 @@ class Tape:
         self._file: IO[str] | None = None
         if directory is not None:
             path = directory / FILE_NAME
+            for event in _last_events(path, _RECENT):
+                self._remember(event)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._file = os.fdopen(descriptor, "a", encoding="utf-8")
+            if _cut_short(path):
+                self._file.write("\n")
 
     def stamp(self, event: dict[str, Any]) -> dict[str, Any]:
         """Add the wall-clock time that the stored event carries."""
         return {"time": round(time.time(), 3), **event}
 
     def append(self, event: dict[str, Any]) -> None:
-        self.number += 1
-        self.recent.append({"number": self.number, **event})
+        self._remember(event)
         if self._file is not None:
             self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+
+    def _remember(self, event: dict[str, Any]) -> None:
+        self.number += 1
+        self.recent.append({"number": self.number, **event})
 
     def flush(self) -> None:
         if self._file is not None:
@@ -49,3 +58,28 @@ class Tape:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def _cut_short(path: Path) -> bool:
+    """Whether a crash left the last line without its end."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _last_events(path: Path, most: int) -> list[dict[str, Any]]:
+    """The end of a tape from an earlier life; a line that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - most * _LINE_BYTES))
+        lines = file.read().splitlines()
+    events = []
+    for line in lines[-most:]:
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                events.append(event)
+    return events

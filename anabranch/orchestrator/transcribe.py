@@ -12,13 +12,14 @@ from anabranch.queue import messages as msg
 from anabranch.queue.keys import Keys, ledger_field
 from anabranch.queue.scripts import Transaction
 
-_REASON_LIMIT = 160  # characters of a reason inside a list of verdicts: 64 KiB must hold hundreds
+_REASON_LIMIT = 160  # characters of a reason inside a list of verdicts
+_VERDICTS = 200  # per message: with such reasons they fill most of an envelope
 
 
 def transcribe(
     instruction: ev.Instruction, transaction: Transaction, keys: Keys, commit_claim: Callable[[int], msg.Claim]
-) -> msg.Message | None:
-    """Add an instruction's writes to the transaction; return what is to be broadcast, if anything.
+) -> list[msg.Message]:
+    """Add an instruction's writes to the transaction; return what is to be broadcast.
 
     `commit_claim(round)` gives the claim of the new version that a `Commit` of that round announces.
     """
@@ -32,7 +33,19 @@ def transcribe(
             transaction.hincrby(keys.ledger, name, instruction.tokens)
         case ev.Close():
             _close_books(instruction, transaction, keys)
-    return _message(instruction, commit_claim)
+    message = _message(instruction, commit_claim)
+    return [] if message is None else _in_envelopes(message)
+
+
+def _in_envelopes(message: msg.Message) -> list[msg.Message]:
+    """Split a list of verdicts that one envelope cannot hold; a merge carries the first of them."""
+    if not isinstance(message, msg.Merged | msg.Verdicts) or len(message.verdicts) <= _VERDICTS:
+        return [message]
+    parts = [message.verdicts[at : at + _VERDICTS] for at in range(0, len(message.verdicts), _VERDICTS)]
+    return [
+        message.model_copy(update={"verdicts": parts[0]}),
+        *(msg.Verdicts(verdicts=part) for part in parts[1:]),
+    ]
 
 
 def _close_books(instruction: ev.Close, transaction: Transaction, keys: Keys) -> None:

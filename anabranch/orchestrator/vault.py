@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from anabranch.errors import CheckpointError, LayoutMismatch, MalformedMessage, SpecError, UnusablePayload
 from anabranch.faults import fail_at
@@ -153,10 +154,11 @@ class Vault:
         expected = layout_for(self.spec, [(t.name, t.shape) for t in layout.tensors])
         if expected.hash != layout.hash:
             raise LayoutMismatch(expected.first_difference(layout) or "the layout is split into other fragments")
-        if len(offer.fragments) != len(layout.fragments):
-            raise MalformedMessage(f"{len(offer.fragments)} fragments sent, {len(layout.fragments)} expected")
+        claims = _read_claims(bytes(await self.blobs.get(offer.fragments, LAYOUT_LIMIT_BYTES)))
+        if len(claims) != len(layout.fragments):
+            raise MalformedMessage(f"{len(claims)} fragments sent, {len(layout.fragments)} expected")
         flats = []
-        for fragment, claim in zip(layout.fragments, offer.fragments, strict=True):
+        for fragment, claim in zip(layout.fragments, claims, strict=True):
             data = await self.blobs.get(claim, encoded_bytes("fp32", fragment.size))
             flat = decode("fp32", data, fragment.size)
             inspect(fragment, flat, max_norm=None)
@@ -182,6 +184,13 @@ class Vault:
             if momentum_claim is not None:
                 momentum = decode("fp32", await self.blobs.get(momentum_claim, limit), fragment.size)
             self.versions.append(Version(theta, momentum, theta_claim, momentum_claim))
+
+
+def _read_claims(data: bytes) -> list[messages.Claim]:
+    try:
+        return [messages.Claim.model_validate(item) for item in messages.unpack(data)]
+    except (TypeError, ValidationError) as error:
+        raise MalformedMessage(f"the list of initial fragments is not one of claims: {error}") from None
 
 
 def _read_safetensors(path: Path) -> dict[str, NDArray[Any]]:

@@ -46,6 +46,8 @@ def phase(state: State, now: float) -> str:
     """One line: what the run is doing, and if it does not move, why."""
     if state.stopped:
         return "stopped"
+    if state.orphaned:
+        return "the server lost this run: continue from a checkpoint"
     if not state.born:
         asked = state.members.get(state.asked_init)
         return f"waiting for version 0 from {asked.name}" if asked is not None else "waiting for a first worker"
@@ -54,15 +56,12 @@ def phase(state: State, now: float) -> str:
     workers = [m for m in state.members.values() if m.live and m.role == "worker"]
     if not workers:
         return "no live worker"
-    waiting = [line for r in state.rounds.values() if (line := quorum_line(state, r)) is not None]
-    if (
-        waiting
-        and len(waiting) >= len(state.rounds)
-        and not any(policies.missing(r, state) for r in state.rounds.values())
-    ):
-        return waiting[0]
-    if not any(policies.advances(m, state, now) for m in workers):
+    advancing = sum(policies.advances(m, state, now) for m in workers)
+    if not advancing:
         return "no worker makes steps"
+    quorum = state.spec.rounds.quorum
+    if quorum != "all" and advancing < quorum:  # no round can succeed, whether one is open at this moment or not
+        return f"quorum {advancing}/{quorum}"
     return "training"
 
 
@@ -148,6 +147,8 @@ def _member(state: State, member: Member, now: float) -> dict[str, Any]:
         condition = "stuck"
     elif member.role == "worker" and not policies.advances(member, state, now):
         condition = "joining"
+    elif member.role == "worker" and policies.is_too_slow(member, state):
+        condition = "step too long for H"
     behind = [f.version - v for f, v in zip(state.fragments, member.adopted, strict=False)]
     return {
         "incarnation": member.incarnation,
@@ -179,6 +180,7 @@ def _departed(departed: Departed) -> dict[str, Any]:
         "incarnation": departed.incarnation,
         "name": departed.name,
         "role": departed.role,
+        "condition": "left" if departed.left else "gone",
         "processed": departed.processed,
         "applied": departed.applied,
         "rejected": departed.rejected,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from anabranch.errors import BlobCorrupt, BlobMissing
+from anabranch.loops import leaf
 from anabranch.queue.messages import Claim
 from anabranch.queue.scripts import chunk_keys
 
@@ -139,7 +140,7 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
             for item in work:
                 group.create_task(item, name="blob chunk")
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise leaf(errors) from errors
 
 
 async def _off_loop(size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

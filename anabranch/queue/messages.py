@@ -108,12 +108,12 @@ class Decline(Message):
 
 
 class Init(Message):
-    """Version 0 of all fragments, from the one worker that was asked. The layout is a blob: it may be large."""
+    """Version 0, from the one worker that was asked. Layout and the list of claims are blobs: they may be large."""
 
     type = "init"
     incarnation: Count
     layout: Claim
-    fragments: Annotated[list[Claim], Field(max_length=4096)]
+    fragments: Claim  # msgpack list of one claim per fragment
 
 
 class Farewell(Message):
@@ -121,7 +121,7 @@ class Farewell(Message):
 
     type = "farewell"
     incarnation: Count
-    figures: Annotated[list[Figures], Field(max_length=4096)] = []
+    figures: Annotated[list[Figures], Field(max_length=1024)] = []
     reason: Text = ""
 
 
@@ -137,11 +137,11 @@ class Progress(Message):
     steps: Count
     step_s: Seconds  # exponential average of wall time from step to step; 0 before the second step
     loss: Loss = None
-    adopted: Annotated[list[int], Field(max_length=4096)]  # version per fragment, -1: none
-    held: Annotated[list[int], Field(max_length=4096)]  # tokens since the fragment was adopted
+    adopted: Annotated[list[int], Field(max_length=1024)]  # version per fragment, -1: none
+    held: Annotated[list[int], Field(max_length=1024)]  # tokens since the fragment was adopted
     processed: Count
-    discarded: Annotated[list[int], Field(max_length=4096)]
-    pending: Annotated[list[int], Field(max_length=4096)]
+    discarded: Annotated[list[int], Field(max_length=1024)]
+    pending: Annotated[list[int], Field(max_length=1024)]
     read: Count  # number of the last broadcast entry accounted for
     train_s: Seconds = 0.0  # spent in training steps
     rest_s: Seconds = 0.0  # duty-cycle rest
@@ -149,7 +149,7 @@ class Progress(Message):
     bytes_sent: Count = 0
     device: Label = ""
     heldout_loss: Loss = None  # evaluator only
-    measured: Annotated[list[int], Field(max_length=4096)] = []  # versions heldout_loss was measured on
+    measured: Annotated[list[int], Field(max_length=1024)] = []  # versions heldout_loss was measured on
     measured_tokens: Count = 0  # global tokens applied then
 
 
@@ -370,5 +370,8 @@ def _names(mapping: dict[Any, Any]) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # nested deeper than Python can show, though msgpack could read it
+        text = f"deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."

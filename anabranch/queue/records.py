@@ -91,7 +91,7 @@ async def read_snapshot(redis: Redis, keys: Keys, incarnation: int) -> Snapshot 
         outcomes = {f: [(b, a, t) for b, a, t in items] for f, items in unpack(member)["outcomes"]}
     return Snapshot(
         timeline=core["timeline"],
-        tokens=core["applied_parameter_tokens"] // max(1, sum(sizes)),
+        tokens=int(core["applied_parameter_tokens"]) // max(1, sum(sizes)),
         fragments=tuple(FragmentRecord(v, c) for v, c in zip(versions, claims, strict=True)),
         outcomes=outcomes,
         paused=core["paused"],

@@ -23,12 +23,15 @@ class RunUrl:
     @classmethod
     def parse(cls, text: str) -> RunUrl:
         """Parse `text`; `UrlError` says what is wrong with it (never repeating a password)."""
-        parts = urlsplit(text)
+        try:
+            parts = urlsplit(text)
+        except ValueError as error:  # an unclosed [ of an IPv6 address
+            raise UrlError(f"{_redact(text)!r}: {error}; expected {_FORM}") from None
         if parts.scheme not in {"redis", "rediss", "unix"}:
             raise UrlError(
                 f"{_redact(text)!r}: scheme {parts.scheme!r} is not redis, rediss or unix; expected {_FORM}"
             )
-        options = dict(parse_qsl(parts.query))
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if unknown := sorted(set(options) - _OPTIONS):
             raise UrlError(
                 f"{_redact(text)!r}: unknown option {unknown[0]!r}; allowed: {', '.join(sorted(_OPTIONS))}"
@@ -43,7 +46,7 @@ class RunUrl:
         else:
             _check_network(parts.hostname, parts.path, text)
         if parts.scheme == "unix":  # urlunsplit would drop the empty authority
-            return cls(f"unix://{parts.path}?{urlencode(options)}", run)
+            return cls(f"unix://{parts.netloc}{parts.path}?{urlencode(options)}", run)
         path = parts.path if parts.path not in {"", "/"} else "/0"
         return cls(urlunsplit((parts.scheme, parts.netloc, path, urlencode(options), "")), run)
 
@@ -69,9 +72,10 @@ def _check_network(host: str | None, path: str, text: str) -> None:
 
 
 def _redact(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.password is None and not parts.username:
+    """Hide everything between a user's name and the last `@`: a password may hold an unquoted `/` or `#`."""
+    scheme, _, rest = text.partition("://")
+    user, at, host = rest.rpartition("@")
+    if not at:
         return text
-    user, _, host = parts.netloc.rpartition("@")
     name = unquote(user.partition(":")[0])
-    return urlunsplit((parts.scheme, f"{name}:***@{host}", parts.path, parts.query, ""))
+    return f"{scheme}://{name}:***@{host}"

@@ -50,6 +50,9 @@ class Books:
         self._steps = 0
         self._read = 0
 
+    def __len__(self) -> int:
+        return len(self._pages)
+
     # --- the training thread ------------------------------------------------------------------------------
 
     def step(self, tokens: int) -> None:
@@ -71,12 +74,20 @@ class Books:
             return self._pages[fragment].tokens
 
     def snapshot(self, fragment: int) -> Snapshot:
-        """Take the counters that go with a Δ; from now on these tokens wait for an outcome."""
+        """The counters that go with a Δ taken now."""
         with self._lock:
             page = self._pages[fragment]
-            page.sent = page.tokens
             figures = Figures(processed=self._processed, discarded=page.discarded, pending=page.pending)
             return Snapshot(page.version, page.tokens, page.steps, figures)
+
+    def send(self, fragment: int, snapshot: Snapshot) -> bool:
+        """From now on the snapshot's tokens wait for an outcome; False if its base was overwritten meanwhile."""
+        with self._lock:
+            page = self._pages[fragment]
+            if page.version != snapshot.base or page.settled is not None:
+                return False
+            page.sent = snapshot.tokens
+            return True
 
     def adopt(self, fragment: int, version: int) -> int:
         """The fragment is overwritten by a new version: what was not sent is gone. Returns tokens discarded."""
@@ -94,15 +105,6 @@ class Books:
             return discarded
 
     # --- the I/O thread -----------------------------------------------------------------------------------
-
-    def withdraw(self, fragment: int, base: int) -> None:
-        """A snapshot was never sent: its tokens are unsent again, or discarded if overwritten meanwhile."""
-        with self._lock:
-            page = self._pages[fragment]
-            if page.version == base:
-                page.sent = 0
-            else:
-                page.discarded += page.in_flight.pop(base, 0)
 
     def outcome(self, verdict: Verdict) -> None:
         """A contribution was booked. Repeats change nothing."""

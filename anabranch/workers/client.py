@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from anabranch._version import VERSION
-from anabranch.errors import BlobMissing, MemberRefused, MessageError, PayloadError
-from anabranch.faults import fail_at
-from anabranch.loops import run_async
+from anabranch.errors import BlobMissing, MemberRefused, MessageError, PayloadError, UsageError
+from anabranch.loops import leaf, run_async
 from anabranch.merge.codecs import decode, encode, encoded_bytes
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import check_server, connect
-from anabranch.queue.keys import Keys
-from anabranch.queue.patience import REPLY_S, STALL, persist
+from anabranch.queue.keys import SYNCHRONIZER, Keys
+from anabranch.queue.patience import REPLY_S, persist
 from anabranch.queue.records import FragmentRecord, RunRecord, Snapshot, read_run, read_snapshot
 from anabranch.queue.streams import StreamReader, last_id
 from anabranch.queue.url import RunUrl
+from anabranch.spec import ID_PATTERN
 from anabranch.workers.adoption import POLICIES, ParameterStore
 from anabranch.workers.books import Books
 from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
+from anabranch.workers.outbox import Outbox, finite
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -42,6 +45,8 @@ log = logging.getLogger("anabranch.worker")
 LEAST_PROGRESS_S = 0.1  # reports are coalesced to 10 per second
 BLOCK_MS = 1000
 KNOCK_S = 0.25
+LABEL_LIMIT = 200  # characters: what a message takes
+_REASON_LIMIT = 200
 _PROGRESS_KEPT = 16
 _PROGRESS_TTL_S = 3600
 
@@ -86,6 +91,12 @@ class Identity:
     role: Literal["worker", "evaluator"] = "worker"
     device: str = ""
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(ID_PATTERN, self.name) or self.name.startswith(SYNCHRONIZER):
+            raise UsageError(f"--name {self.name!r}: 1 to 64 of A-Z a-z 0-9 . _ - are allowed, the first not a _")
+        if len(self.label) > LABEL_LIMIT:
+            raise UsageError(f"--label: {len(self.label)} characters, at most {LABEL_LIMIT} are allowed")
+
 
 class Client:
     """One member. Use `open`, then `serve` until it returns; `learner` exists once the run is born."""
@@ -100,15 +111,15 @@ class Client:
         self.learner: Learner | None = None
         self.record: RunRecord | None = None
         self.tokens = 0  # global tokens applied, as last heard
-        self.bytes_sent = 0
         self.paused = False
         self.stopped: str | None = None  # reason, once the run is over
         self.joined = asyncio.Event()
         self._on_change = on_change or (lambda: None)
         self._nonce = secrets.token_bytes(16)
         self._books: Books | None = None
-        self._outgoing: asyncio.Queue[Outgoing | Refusal] = asyncio.Queue()
-        self._unsettled: dict[tuple[int, int], tuple[messages.Contribution, memoryview]] = {}
+        self._outbox: Outbox | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._bytes_before = 0  # sent by earlier incarnations of this process
         self._broadcast = StreamReader()
         self._number = 0  # of the last broadcast entry read
         self._fetching: dict[int, asyncio.Task[None]] = {}
@@ -151,12 +162,11 @@ class Client:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._register()
                 self._tasks.create_task(self._beat(), name="client: heart")
-                self._tasks.create_task(self._send(), name="client: send")
-                self._tasks.create_task(self._refresh(), name="client: refresh payloads")
                 await self._follow()
                 raise _Left
-        except* _Left:
-            pass
+        except BaseExceptionGroup as group:
+            if not isinstance(leaf(group), _Left):
+                raise leaf(group) from group
 
     async def _register(self) -> None:
         """Ask for an incarnation, knocking until welcomed; then read the state and adopt."""
@@ -179,6 +189,7 @@ class Client:
         data = messages.encode(request, self.keys.run)
         await self._persist(lambda: self._redis.xadd(inbox, {"m": data}), "register")
         self.incarnation = await self._await_welcome()
+        self._open_outbox()
         await self._catch_up()
         self.joined.set()
 
@@ -202,8 +213,21 @@ class Client:
         spec = self.record.spec
         self._books = Books(len(self._layout.fragments))
         self.learner = Learner(self._store, POLICIES[spec.workers.adoption](), self._books, spec.workers.codec)
-        self._unsettled.clear()
-        self._outgoing = asyncio.Queue()
+
+    def _open_outbox(self) -> None:
+        assert self.record is not None
+        assert self._books is not None
+        if self._sending is not None:
+            self._sending.cancel()
+        self._bytes_before = self.bytes_sent
+        ttl_s = self.record.spec.limits.blob_ttl_s
+        self._outbox = Outbox(self.identity.name, self.incarnation, self._books, self.blobs, self._post, ttl_s)
+        self._sending = self._tasks.create_task(self._outbox.run(), name="client: send")
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes of contributions."""
+        return self._bytes_before + (self._outbox.bytes_sent if self._outbox is not None else 0)
 
     # --- following the broadcast --------------------------------------------------------------------------
 
@@ -211,12 +235,11 @@ class Client:
         while self.stopped is None:
             entries = await self._persist(lambda: self._read(BLOCK_MS), "read the broadcast")
             for number, message in entries:
-                if number <= self._number:
-                    continue  # what was read from `state` contains it
-                if number != self._number + 1:
+                if number > self._number + 1:
                     log.info("broadcast jumped from %d to %d: reading the state again", self._number, number)
                     await self._catch_up()
-                await self._take(message)
+                if number > self._number or isinstance(message, messages.Call):
+                    await self._take(message)  # else: what was read from `state` contains it; calls it does not
                 self._number = max(self._number, number)
                 if self._books is not None:
                     self._books.read(number)
@@ -235,7 +258,7 @@ class Client:
 
     async def _take(self, message: messages.Message) -> None:
         match message:
-            case messages.Call() if self.incarnation in message.called:
+            case messages.Call():
                 self._for_learner(message)
             case messages.Merged():
                 self.tokens = message.tokens
@@ -244,7 +267,8 @@ class Client:
             case messages.Verdicts():
                 self._settle(message.verdicts)
             case messages.Resend() if message.incarnation == self.incarnation:
-                await self._send_again(message.fragment, message.base)
+                assert self._outbox is not None
+                await self._outbox.send_again(message.fragment, message.base)
             case messages.SendInit() if message.incarnation == self.incarnation:
                 self._answer_init()
             case messages.Born():
@@ -258,8 +282,14 @@ class Client:
 
     def _for_learner(self, call: messages.Call) -> None:
         assert self.learner is not None
-        self.learner.call(call)
-        self._on_change()
+        self.learner.heard(call)
+        if self.incarnation not in call.called:
+            return
+        answer = self.learner.call(call)
+        if answer is not None and self._outbox is not None:
+            self._outbox.submit(answer)
+        else:
+            self._on_change()
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason
@@ -288,8 +318,8 @@ class Client:
             self._answer_init()
         for fragment, record in enumerate(snapshot.fragments):
             self._fetch(record, fragment)
-        for fragment, base in list(self._unsettled):
-            await self._send_again(fragment, base)
+        assert self._outbox is not None
+        await self._outbox.send_all_again()
 
     def _take_outcomes(self, snapshot: Snapshot) -> None:
         assert self._books is not None
@@ -302,20 +332,9 @@ class Client:
         self._books.read(snapshot.broadcast)
 
     def _settle(self, verdicts: list[messages.Verdict]) -> None:
-        assert self._books is not None
-        for verdict in verdicts:
-            if verdict.incarnation != self.incarnation:
-                continue
-            if not verdict.applied and not self._books.has_outcome(verdict.fragment, verdict.base):
-                log.warning("fragment %d on %d rejected: %s", verdict.fragment, verdict.base, verdict.reason)
-            self._books.outcome(verdict)
-            sent = self._unsettled.pop((verdict.fragment, verdict.base), None)
-            if sent is not None:
-                self._tasks.create_task(self._discard_blob(sent[0].claim), name="client: drop payload")
-
-    async def _discard_blob(self, claim: messages.Claim) -> None:
-        with suppress(*STALL):
-            await self.blobs.delete(claim)
+        assert self._outbox is not None
+        if done := self._outbox.settle(verdicts):
+            self._tasks.create_task(self._outbox.discard(done), name="client: drop payloads")
 
     # --- payloads -----------------------------------------------------------------------------------------
 
@@ -333,11 +352,8 @@ class Client:
         while True:
             claim = record.theta
             try:
-                data = await self._persist(
-                    lambda c=claim: self.blobs.get(c, encoded_bytes("fp32", size)),  # type: ignore[misc]
-                    "fetch a fragment",
-                    bounded=False,
-                )
+                fetch = partial(self.blobs.get, claim, encoded_bytes("fp32", size))
+                data = await self._persist(fetch, "fetch a fragment", bounded=False)
                 break
             except BlobMissing:  # superseded meanwhile: `state` names the newer one
                 snapshot = await self._persist(
@@ -345,6 +361,8 @@ class Client:
                 )
                 if snapshot is not None and fragment < len(snapshot.fragments):
                     record = snapshot.fragments[fragment]
+                if record.theta == claim:  # not superseded but lost: the synchronizer uploads it again, or nobody
+                    await asyncio.sleep(KNOCK_S)
             except PayloadError as error:
                 log.error("fragment %d, version %d: %s", fragment, record.version, error)
                 return
@@ -374,97 +392,13 @@ class Client:
             await upload(encode("fp32", self._store.initial(fragment.index)), "fp32")
             for fragment in self._layout.fragments
         ]
-        await self._post(messages.Init(incarnation=self.incarnation, layout=layout, fragments=claims))
+        listed = await upload(memoryview(messages.pack([claim.model_dump() for claim in claims])), "msgpack")
+        await self._post(messages.Init(incarnation=self.incarnation, layout=layout, fragments=listed))
 
     def submit(self, learner: Learner, item: Outgoing | Refusal) -> None:
         """Hand over what `learner` gave. Call it in the I/O thread (`loop.call_soon_threadsafe`)."""
-        if learner is self.learner:  # else it belongs to an incarnation that is over
-            self._outgoing.put_nowait(item)
-
-    async def _send(self) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(BLOCK_MS / 1000):  # a new incarnation has a new queue
-                    item = await self._outgoing.get()
-            except TimeoutError:
-                continue
-            if isinstance(item, Outgoing):
-                await self._contribute(item)
-            else:
-                call = item.call
-                await self._post(
-                    messages.Decline(
-                        incarnation=self.incarnation, fragment=call.fragment, round=call.round, reason=item.reason
-                    )
-                )
-
-    async def _contribute(self, item: Outgoing) -> None:
-        assert self.record is not None
-        assert self._books is not None
-        call, snapshot = item.call, item.snapshot
-        incarnation = self.incarnation
-        fail_at("worker before upload")
-        claim = await self._persist(
-            lambda: self.blobs.put(
-                self.identity.name,
-                item.data,
-                item.codec,
-                self.record.spec.limits.blob_ttl_s,  # type: ignore[union-attr]
-            ),
-            "upload a contribution",
-            bounded=False,
-        )
-        fail_at("worker after upload")
-        if incarnation != self.incarnation:  # it ended during the upload
-            return
-        if self._books.has_outcome(call.fragment, snapshot.base):  # an earlier one was merged during the upload
-            await self._discard_blob(claim)
-            return
-        message = messages.Contribution(
-            incarnation=self.incarnation,
-            fragment=call.fragment,
-            timeline=call.timeline,
-            base=snapshot.base,
-            base_digest=item.base_digest,
-            round=call.round,
-            tokens=snapshot.tokens,
-            steps=snapshot.steps,
-            loss=item.loss,
-            figures=snapshot.figures,
-            claim=claim,
-        )
-        earlier = self._unsettled.get((call.fragment, snapshot.base))
-        self._unsettled[call.fragment, snapshot.base] = (message, item.data)
-        await self._post(message)
-        self.bytes_sent += claim.bytes
-        if earlier is not None:
-            await self._discard_blob(earlier[0].claim)
-
-    async def _send_again(self, fragment: int, base: int) -> None:
-        """Its outcome is unknown and its payload or message may be lost; a repeat is harmless."""
-        if (sent := self._unsettled.get((fragment, base))) is None:
-            return
-        assert self.record is not None
-        message, data = sent
-        ttl_s = self.record.spec.limits.blob_ttl_s
-        if not await self._persist(lambda: self.blobs.refresh(message.claim, ttl_s), "refresh a payload"):
-            await self._persist(
-                lambda: self.blobs.put_again(message.claim, data, ttl_s), "upload again", bounded=False
-            )
-        await self._post(message)
-
-    async def _refresh(self) -> None:
-        """Payloads without an outcome must not run out."""
-        assert self.record is not None
-        ttl_s = self.record.spec.limits.blob_ttl_s
-        while True:
-            await asyncio.sleep(ttl_s / 3)
-            for message, _ in list(self._unsettled.values()):
-                claim = message.claim
-                await self._persist(
-                    lambda c=claim: self.blobs.refresh(c, ttl_s),  # type: ignore[misc]
-                    "refresh a payload",
-                )
+        if learner is self.learner and self._outbox is not None:  # else it belongs to an incarnation that is over
+            self._outbox.submit(item)
 
     async def _post(self, message: messages.Message) -> None:
         inbox = self.keys.contributions(self.identity.name)
@@ -508,13 +442,13 @@ class Client:
             incarnation=self.incarnation,
             role=self.identity.role,
             step_s=vitals.step_s,
-            loss=vitals.loss,
+            loss=finite(vitals.loss),
             train_s=vitals.train_s,
             rest_s=vitals.rest_s,
             life_s=vitals.life_s,
             bytes_sent=self.bytes_sent,
             device=self.identity.device,
-            heldout_loss=vitals.heldout_loss,
+            heldout_loss=finite(vitals.heldout_loss),
             measured=vitals.measured,
             measured_tokens=vitals.measured_tokens,
             **self._books.report(),
@@ -526,7 +460,7 @@ class Client:
             return
         self._leaving = True
         figures = self._books.farewell()
-        message = messages.Farewell(incarnation=self.incarnation, figures=figures, reason=reason)
+        message = messages.Farewell(incarnation=self.incarnation, figures=figures, reason=reason[:_REASON_LIMIT])
         await self._pulse.xadd(
             self.keys.progress(self.identity.name), {"m": messages.encode(self._progress(), self.keys.run)}
         )

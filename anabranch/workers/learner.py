@@ -6,6 +6,7 @@ back contributions. Neither ever waits for the other.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from anabranch.merge.codecs import Codec, encode
 from anabranch.queue import messages
 from anabranch.workers.adoption import Adoption, Float32, ParameterStore
 from anabranch.workers.books import Books, Snapshot
+
+SPACING_FACTOR = 0.25  # of the moving average of time between calls
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,68 @@ class Refusal:
     reason: str
 
 
-class Learner:
-    """The parameters of one incarnation, its books, and its two mailboxes."""
+@dataclass(frozen=True)
+class _Copy:
+    """A Δ taken ahead of its call."""
 
-    def __init__(self, store: ParameterStore, adoption: Adoption, books: Books, codec: Codec) -> None:
+    snapshot: Snapshot
+    base_digest: bytes
+    data: memoryview
+
+
+class Learner:
+    """The parameters of one incarnation, its books, and its two mailboxes.
+
+    A worker whose step takes longer than the time between calls would answer most of them too late. So at each
+    boundary it copies the fragments that fall due before the next one, and the I/O thread answers from those.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        adoption: Adoption,
+        books: Books,
+        codec: Codec,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.store = store
         self.books = books
         self._adoption = adoption
-        self._codec = codec
+        self._codec: Codec = codec
+        self._clock = clock
         self._lock = Lock()
         self._calls: deque[messages.Call] = deque()
         self._versions: dict[int, NewVersion] = {}  # newest per fragment
         self._digests: dict[int, bytes] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._heard_at: float | None = None
+        self._spacing_s: float | None = None  # between two calls, to whomever
+        self._next_fragment = 0
+        self._loss: float | None = None
 
     # --- the I/O thread -----------------------------------------------------------------------------------
 
-    def call(self, call: messages.Call) -> None:
+    def heard(self, call: messages.Call) -> None:
+        """Any call, also one for others: where the cycle over fragments stands and how fast it turns."""
+        now = self._clock()
+        with self._lock:
+            if self._heard_at is not None:
+                spacing = now - self._heard_at
+                old = self._spacing_s
+                self._spacing_s = spacing if old is None else old + SPACING_FACTOR * (spacing - old)
+            self._heard_at = now
+            self._next_fragment = call.fragment + 1
+
+    def call(self, call: messages.Call) -> Outgoing | None:
+        """A call for us: answered at once from a copy, or left for the next boundary (None)."""
+        with self._lock:
+            copy = self._copies.pop(call.fragment, None)
+            loss = self._loss
+        if copy is not None and copy.snapshot.base == call.base and self.books.send(call.fragment, copy.snapshot):
+            return Outgoing(call, copy.base_digest, copy.snapshot, loss, copy.data, self._codec)
         with self._lock:
             self._calls.append(call)
+        return None
 
     def offer(self, version: NewVersion) -> None:
         """Leave a new version for the next boundary; an older one waiting there is replaced."""
@@ -75,19 +122,24 @@ class Learner:
 
     # --- the training thread ------------------------------------------------------------------------------
 
-    def boundary(self, loss: float | None, send: Callable[[Outgoing | Refusal], None]) -> list[int]:
-        """At a step boundary: adopt what arrived, then answer the calls. Returns the fragments adopted."""
+    def boundary(
+        self, loss: float | None, send: Callable[[Outgoing | Refusal], None], step_s: float = 0.0
+    ) -> list[int]:
+        """At a step boundary: adopt what arrived, answer the calls, copy what falls due within `step_s`.
+
+        `step_s`: how long until the next boundary. Returns the fragments adopted.
+        """
         with self._lock:
-            if not self._calls and not self._versions:
-                return []
             calls, versions = list(self._calls), list(self._versions.values())
             self._calls.clear()
             self._versions.clear()
+            self._loss = loss
         adopted = [v.fragment for v in versions if self._adopt(v)]
         for call in calls:
             answer = self._answer(call, loss)
             if answer is not None:
                 send(answer)
+        self._copy_due(step_s)
         return adopted
 
     def _adopt(self, version: NewVersion) -> bool:
@@ -108,6 +160,25 @@ class Learner:
             return Refusal(call, f"holds version {held} of fragment {call.fragment}, asked for {call.base}")
         if self.books.holds(call.fragment) == 0:
             return Refusal(call, "no tokens since the fragment was adopted")
-        data = encode(self._codec, self.store.delta(call.fragment))
-        snapshot = self.books.snapshot(call.fragment)
-        return Outgoing(call, self._digests[call.fragment], snapshot, loss, data, self._codec)
+        copy = self._copy(call.fragment)
+        if not self.books.send(call.fragment, copy.snapshot):
+            return None  # an earlier contribution on this base was merged meanwhile
+        return Outgoing(call, copy.base_digest, copy.snapshot, loss, copy.data, self._codec)
+
+    def _copy(self, fragment: int) -> _Copy:
+        data = encode(self._codec, self.store.delta(fragment))
+        return _Copy(self.books.snapshot(fragment), self._digests[fragment], data)
+
+    def _copy_due(self, step_s: float) -> None:
+        with self._lock:
+            spacing_s, first = self._spacing_s, self._next_fragment
+            self._copies.clear()  # those of the boundary before are stale
+        if spacing_s is None or step_s <= spacing_s:
+            return
+        count = len(self.books)
+        due = min(count, int(step_s / max(spacing_s, 1e-6)))
+        for fragment in ((first + offset) % count for offset in range(due)):
+            if self.books.version(fragment) >= 0 and self.books.holds(fragment) > 0:
+                copy = self._copy(fragment)
+                with self._lock:
+                    self._copies[fragment] = copy

@@ -44,10 +44,12 @@ class MemberOptions:
 
 
 class Ending:
-    """Set by SIGTERM or SIGINT; a second signal ends the process at once."""
+    """Set by SIGTERM or SIGINT: before `joined` they end the process (nothing is at stake yet), afterwards the
+    worker finishes its step and says farewell; a second signal ends it at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.joined = False
 
     def __call__(self) -> bool:
         return self.reason is not None
@@ -62,6 +64,8 @@ class Ending:
         if self.reason is not None:
             os._exit(128 + number)
         self.reason = signal.Signals(number).name
+        if not self.joined:
+            os._exit(0)
 
 
 def load_task(task: TaskSpec, override: str | None = None) -> Task:
@@ -87,7 +91,7 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
         raise UsageError(f"--duty {options.duty}: a share of time above 0 and at most 1")
     spec = read_run_record(url).spec
     if SYNTHETIC in (options.task, spec.task.name):
-        _run_synthetic(url, options)
+        _run_synthetic(url, options, ending)
         return
     from anabranch.workers.session import Session
 
@@ -96,6 +100,7 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     with Session(
         url, model, optimizer, name=options.name, label=options.label, device=device, duty=options.duty
     ) as s:
+        ending.joined = True
         _train(s, task, model, optimizer, spec.seed, ending)
         s.close(ending.reason or s.stopped or "done")
 
@@ -129,6 +134,7 @@ def run_evaluator(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     task, model, device = _build(spec, options)
     name = options.name or default_name().replace("worker", "evaluator")
     with Session(url, model, name=name, label=options.label, role="evaluator", device=device) as session:
+        ending.joined = True
         evaluate(session, task, model, every_s=options.every_s, ending=ending)
         session.close(ending.reason or session.stopped or "done")
 
@@ -146,8 +152,9 @@ def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module
     return task, task.build_model(device), describe(device)
 
 
-def _run_synthetic(url: RunUrl, options: MemberOptions) -> None:
+def _run_synthetic(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     from anabranch.workers.client import default_name
     from anabranch.workers.synthetic import SyntheticWorker
 
-    run_async(SyntheticWorker(url, options.name or default_name()).run())
+    ending.joined = True  # it looks at `ending` from its first moment on
+    run_async(SyntheticWorker(url, options.name or default_name()).run(ending))

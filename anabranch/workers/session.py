@@ -16,7 +16,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
@@ -72,7 +72,6 @@ class Session:
         self._began = self._last = 0.0
         self._loss: torch.Tensor | float | None = None
         self._loss_at = 0.0
-        self._boundary_s = 0.0
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class Session:
         learner = self._learner()
         learner.books.step(tokens)
         self._note_loss(loss, now)
-        self._boundary()
+        self._boundary(trained_s)
         if self._duty < 1.0:
             self._rest(trained_s * (1.0 / self._duty - 1.0))
         done = time.monotonic()
@@ -227,20 +226,17 @@ class Session:
             raise MemberRefused("the session has not joined; use anabranch.join or `with Session(...)`")
         return learner
 
-    def _boundary(self) -> list[int]:
-        """At a step boundary; an incarnation that just began adopts everything before it counts anything."""
+    def _boundary(self, step_s: float = 0.0) -> list[int]:
+        """At a step boundary, the next one expected in `step_s`."""
         learner = self._client.learner
         if learner is None:
             return []
-        started = time.monotonic()
         loss = self._client.vitals.loss
 
         def send(item: Outgoing | Refusal) -> None:
             self._call_soon(lambda: self._client.submit(learner, item))
 
-        adopted = learner.boundary(loss, send)
-        self._boundary_s += time.monotonic() - started
-        return adopted
+        return learner.boundary(loss, send, step_s)
 
     def _rest(self, seconds: float) -> None:
         """Rest for a duty cycle, but answer calls: between two steps every moment is a boundary."""
@@ -259,10 +255,10 @@ class Session:
             self._loss_at = now
             self._client.vitals.loss = float(loss)
 
-    def _call_soon(self, function: object) -> None:
+    def _call_soon(self, function: Callable[[], object]) -> None:
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(function)  # type: ignore[arg-type]
+            loop.call_soon_threadsafe(function)
 
     def _check(self) -> None:
         if self._error is not None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,9 @@ from anabranch.model import Float32, layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
 from anabranch.workers.client import Client, Identity
+from anabranch.workers.learner import Learner
+
+IDLE_S = 0.005  # between two looks at the mailboxes while there is nothing to train
 
 
 class NumpyStore:
@@ -104,47 +108,54 @@ class SyntheticWorker:
         self._pace = pace or Pace()
         self._train = train
         self._make_store = store
+        self._began = self._last = 0.0
 
-    async def run(self) -> None:
-        """Join, take part until the run stops, and return."""
+    async def run(self, ending: Callable[[], bool] = lambda: False) -> None:
+        """Join, take part until the run stops or `ending()`, say farewell, and return."""
         async with AsyncExitStack() as stack:
             record = await self.client.open(stack)
             layout = record.layout or SyntheticOptions.parse(record.spec.task.options).layout(record.spec)
             self.store = self._make_store(layout)
-            async with asyncio.TaskGroup() as group:
-                trainer = group.create_task(self._loop(len(layout.fragments)), name="synthetic: train")
-                try:
-                    await self.client.serve(self.store, layout)
-                finally:
-                    trainer.cancel()
+            serving = asyncio.create_task(self.client.serve(self.store, layout), name="synthetic: serve")
+            training = asyncio.create_task(self._loop(len(layout.fragments), ending), name="synthetic: train")
+            try:
+                await asyncio.wait({serving, training}, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    serving.result()
+                await training  # it ends with the run
+                await self.client.leave(self.client.stopped or "done")
+            finally:
+                for task in (serving, training):
+                    task.cancel()
+                await asyncio.gather(serving, training, return_exceptions=True)
 
-    async def _loop(self, fragments: int) -> None:
+    async def _loop(self, fragments: int, ending: Callable[[], bool]) -> None:
         """Steps on the event loop's time; boundaries as a training thread would have them."""
         client = self.client
         await client.joined.wait()
-        started = last = time.monotonic()
-        while client.stopped is None and (self._pace.steps is None or self.step < self._pace.steps):
+        self._began = self._last = time.monotonic()
+        while not ending() and client.stopped is None:
             learner = client.learner
             assert learner is not None
-            assert self.store is not None
-            if any(learner.books.version(f) < 0 for f in range(fragments)):
-                learner.boundary(None, lambda _: None)
-                await asyncio.sleep(0.005)
-                continue
-            self.ready.set()
-            await asyncio.sleep(self._pace.step_s)
-            loss = self._train(self.store, self.step)
-            self.step += 1
-            learner.books.step(self._pace.tokens)
-            now = time.monotonic()
-            vitals = client.vitals
-            vitals.step_s = now - last if vitals.step_s == 0 else vitals.step_s + 0.25 * (now - last - vitals.step_s)
-            vitals.train_s, vitals.life_s, vitals.loss = vitals.train_s + now - last, now - started, loss
-            last = now
-            learner.boundary(loss, lambda item, at=learner: client.submit(at, item))  # type: ignore[misc]
-            client.progressed()
-        while client.stopped is None:  # out of steps, still a member: it adopts and answers
-            learner = client.learner
-            assert learner is not None
-            learner.boundary(client.vitals.loss, lambda item, at=learner: client.submit(at, item))  # type: ignore[misc]
-            await asyncio.sleep(0.01)
+            adopted = all(learner.books.version(f) >= 0 for f in range(fragments))
+            if adopted:
+                self.ready.set()
+            if adopted and (self._pace.steps is None or self.step < self._pace.steps):
+                await self._step(learner)
+            else:  # nothing adopted yet, or out of steps: still a member, it adopts and answers
+                learner.boundary(client.vitals.loss, partial(client.submit, learner))
+                await asyncio.sleep(IDLE_S)
+
+    async def _step(self, learner: Learner) -> None:
+        assert self.store is not None
+        await asyncio.sleep(self._pace.step_s)
+        loss = self._train(self.store, self.step)
+        self.step += 1
+        learner.books.step(self._pace.tokens)
+        now, vitals = time.monotonic(), self.client.vitals
+        whole_s = now - self._last
+        vitals.step_s = whole_s if vitals.step_s == 0 else vitals.step_s + 0.25 * (whole_s - vitals.step_s)
+        vitals.train_s, vitals.life_s, vitals.loss = vitals.train_s + whole_s, now - self._began, loss
+        self._last = now
+        learner.boundary(loss, partial(self.client.submit, learner), self._pace.step_s)
+        self.client.progressed()

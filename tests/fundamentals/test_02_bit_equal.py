@@ -35,6 +35,7 @@ async def test_bits_equal_a_plain_loop_whatever_the_order(run_url: str, run_name
         await run.reach(0)
         start = [run.theta(p).copy() for p in range(2)]
         await run.reach(ROUNDS)
+        await run.settle()
         merges = {(m["fragment"], m["version"]): m for m in run.tape("merged")}
         names = {m.incarnation: m.name for m in run.state.members.values()}
         for p, fragment in enumerate(layout.fragments):

@@ -32,3 +32,17 @@ async def test_a_second_synchronizer_continues(run_url: str, run_name: str, tmp_
     lines = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
     merged = [(line["fragment"], line["version"]) for line in lines if line["kind"] == "merged"]
     assert len(merged) == len(set(merged)) == sum(again.versions()), "every version once, over both lives"
+
+
+async def test_a_stopped_run_goes_on_when_it_is_started_again(run_url: str, run_name: str, tmp_path: Path) -> None:
+    spec = make_spec(run_name)
+    async with bench(run_url, spec, directory=tmp_path) as run:
+        run.add("first", Pace(step_s=0.003))
+        await run.reach(1)
+        await run.command("stop")
+        await wait_until(run.synchronizer.stopped.is_set, "the run has stopped")
+        await wait_until(run.tasks["first"].done, "the worker has left by itself")
+        versions = run.versions()
+    async with bench(run_url, spec, directory=tmp_path) as again:
+        again.add("first", Pace(step_s=0.003))
+        await again.reach(max(versions) + 1)

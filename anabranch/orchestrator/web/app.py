@@ -28,11 +28,17 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.25  # at most four pictures per second and page
 EVENTS_SENT = 60
+RETRY_MS = 1000  # how soon a page that lost its stream asks again
 MOST_STREAMS = 32  # pages watching at the same time
 CONTROL_S = 5.0  # a command that Redis does not take for so long fails
 WRITE_S = 20.0  # a page that takes nothing for so long is gone
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
-_STATIC = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_SCRIPTS = ("page", "chart", "connection", "counts", "dom", "format", "head", "known", "rounds", "tables", "tape")
+_STATIC = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    **{f"{name}.js": "text/javascript" for name in _SCRIPTS},
+}
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32" fill="none" stroke="#1a93a5" stroke-width="3" '
     'stroke-linecap="round"><path d="M3 16h5c5 0 5-8 10-8s5 8 11 8M8 16c5 0 5 8 10 8s5-8 11-8"/></svg>'
@@ -71,7 +77,7 @@ def picture(synchronizer: Synchronizer) -> dict[str, Any]:
     shown = view(synchronizer.core.state, synchronizer.clock.now)
     if not synchronizer.hearing:
         shown["phase"] = "Redis does not answer"
-    checkpoint = synchronizer.checkpoints.latest
+    checkpoint = synchronizer.checkpoints.latest if synchronizer.checkpoints is not None else None
     return {
         **shared,
         **shown,
@@ -178,6 +184,7 @@ async def _events(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
     try:
         await response.prepare(request)
+        await response.write(f"retry: {RETRY_MS}\n".encode())
         while True:
             events = events_after(synchronizer, sent)
             sent = events[-1]["number"] if events else sent

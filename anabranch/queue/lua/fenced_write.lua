@@ -63,7 +63,7 @@ while at <= #ARGV do
     return {'failed', key .. ' already has ' .. arguments[1]}
   elseif name == 'hincrby' then
     local value = redis.call('HGET', key, arguments[1])
-    if value and not string.match(value, '^-?%d+$') then
+    if value and (#value > 18 or not string.match(value, '^-?%d+$')) then -- longer ones may overflow HINCRBY
       return {'failed', key .. ' ' .. arguments[1] .. ' is not an integer'}
     end
   end

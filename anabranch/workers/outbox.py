@@ -1,0 +1,149 @@
+"""What one incarnation sends: contributions, kept until they have an outcome, and refusals.
+
+An outbox lives as long as its incarnation. Uploads carry a TTL that is refreshed while the outcome is unknown;
+after a gap everything without an outcome is sent again (a repeat is harmless).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from anabranch.faults import fail_at
+from anabranch.queue import messages
+from anabranch.queue.patience import REPLY_S, STALL, persist
+from anabranch.workers.learner import Outgoing, Refusal
+
+if TYPE_CHECKING:
+    from anabranch.queue.blobs import BlobStore
+    from anabranch.workers.books import Books
+
+log = logging.getLogger("anabranch.worker")
+
+T = TypeVar("T")
+Post = Callable[[messages.Message], Awaitable[None]]
+
+
+def finite(loss: float | None) -> float | None:
+    """A loss as messages take it: training that diverges is no reason to fall silent."""
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
+class Outbox:
+    """Sends in the order submitted, one at a time, so that a fragment's contributions arrive in order."""
+
+    def __init__(self, name: str, incarnation: int, books: Books, blobs: BlobStore, post: Post, ttl_s: float) -> None:
+        """`post` puts a message into the worker's inbox; `ttl_s` is that of uploads."""
+        self.bytes_sent = 0
+        self._name = name
+        self._incarnation = incarnation
+        self._books = books
+        self._blobs = blobs
+        self._post = post
+        self._ttl_s = ttl_s
+        self._queue: asyncio.Queue[Outgoing | Refusal] = asyncio.Queue()
+        self._unsettled: dict[tuple[int, int], tuple[messages.Contribution, memoryview]] = {}
+
+    def submit(self, item: Outgoing | Refusal) -> None:
+        self._queue.put_nowait(item)
+
+    async def run(self) -> None:
+        """Send and refresh until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._refresh(), name="outbox: refresh payloads")
+            while True:
+                item = await self._queue.get()
+                if isinstance(item, Outgoing):
+                    await self._contribute(item)
+                else:
+                    await self._decline(item)
+
+    async def _decline(self, item: Refusal) -> None:
+        call = item.call
+        await self._post(
+            messages.Decline(
+                incarnation=self._incarnation, fragment=call.fragment, round=call.round, reason=item.reason
+            )
+        )
+
+    async def _contribute(self, item: Outgoing) -> None:
+        call, snapshot = item.call, item.snapshot
+        fail_at("worker before upload")
+        claim = await self._payload(
+            lambda: self._blobs.put(self._name, item.data, item.codec, self._ttl_s), "upload a contribution"
+        )
+        fail_at("worker after upload")
+        if self._books.has_outcome(call.fragment, snapshot.base):  # an earlier one was merged during the upload
+            await self._discard(claim)
+            return
+        message = messages.Contribution(
+            incarnation=self._incarnation,
+            fragment=call.fragment,
+            timeline=call.timeline,
+            base=snapshot.base,
+            base_digest=item.base_digest,
+            round=call.round,
+            tokens=snapshot.tokens,
+            steps=snapshot.steps,
+            loss=finite(item.loss),
+            figures=snapshot.figures,
+            claim=claim,
+        )
+        earlier = self._unsettled.get((call.fragment, snapshot.base))
+        self._unsettled[call.fragment, snapshot.base] = (message, item.data)
+        await self._post(message)
+        self.bytes_sent += claim.bytes
+        if earlier is not None:
+            await self._discard(earlier[0].claim)
+
+    def settle(self, verdicts: Sequence[messages.Verdict]) -> list[messages.Claim]:
+        """Take outcomes into the books; returns payloads that nobody needs any more."""
+        done = []
+        for verdict in verdicts:
+            if verdict.incarnation != self._incarnation:
+                continue
+            if not verdict.applied and not self._books.has_outcome(verdict.fragment, verdict.base):
+                log.warning("fragment %d on %d rejected: %s", verdict.fragment, verdict.base, verdict.reason)
+            self._books.outcome(verdict)
+            if (sent := self._unsettled.pop((verdict.fragment, verdict.base), None)) is not None:
+                done.append(sent[0].claim)
+        return done
+
+    async def discard(self, claims: Sequence[messages.Claim]) -> None:
+        """Delete payloads; if that fails their TTL does it."""
+        for claim in claims:
+            await self._discard(claim)
+
+    async def send_all_again(self) -> None:
+        """After a gap: whatever has no outcome."""
+        for fragment, base in list(self._unsettled):
+            await self.send_again(fragment, base)
+
+    async def send_again(self, fragment: int, base: int) -> None:
+        """Its outcome is unknown and its payload or message may be lost."""
+        if (sent := self._unsettled.get((fragment, base))) is None:
+            return
+        message, data = sent
+        if not await self._payload(lambda: self._blobs.refresh(message.claim, self._ttl_s), "refresh a payload"):
+            await self._payload(lambda: self._blobs.put_again(message.claim, data, self._ttl_s), "upload again")
+        await self._post(message)
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            for message, _ in list(self._unsettled.values()):
+                await self._payload(partial(self._blobs.refresh, message.claim, self._ttl_s), "refresh a payload")
+
+    async def _discard(self, claim: messages.Claim) -> None:
+        with suppress(*STALL):
+            async with asyncio.timeout(REPLY_S):
+                await self._blobs.delete(claim)
+
+    async def _payload(self, action: Callable[[], Awaitable[T]], what: str) -> T:
+        """Payloads bound themselves chunk by chunk."""
+        return await persist(action, what, log, timeout_s=None)

@@ -1,0 +1,42 @@
+"""A worker whose step is longer than the time between rounds answers from what it copied at its last boundary."""
+
+from __future__ import annotations
+
+from anabranch.workers.synthetic import Pace
+from tests.harness import bench, make_spec
+from tests.wait import wait_until
+
+ROUNDS = {"fragments": 4, "inner_steps": 24, "grace_cap_s": 0.02, "grace_factor": 1.0}
+
+
+async def test_a_slow_worker_takes_part(run_url: str, run_name: str) -> None:
+    async with bench(run_url, make_spec(run_name, rounds=ROUNDS)) as run:
+        run.add("fast", Pace(step_s=0.02))
+        slow = run.add("slow", Pace(step_s=0.2))  # a round opens about every 6 × 0.02 s
+        await wait_until(lambda: _called(run.synchronizer, slow.client.incarnation) >= 12, "slow was called", 40)
+        called, merged = _called(run.synchronizer, slow.client.incarnation), 0
+        for event in run.tape("merged"):
+            merged += any(weight[0] == slow.client.incarnation for weight in event["weights"])
+        # Waiting for its next boundary, it would reach a window of 0.02 s once in ten times.
+        assert merged >= called / 2, f"{merged} of {called}"
+        await run.settle()
+        assert run.state.counts.get("ledger mismatches", 0) == 0
+
+
+def _called(synchronizer: object, incarnation: int) -> int:
+    return sum(incarnation in e["called"] for e in synchronizer.tape.recent if e["kind"] == "opened")  # type: ignore[attr-defined]
+
+
+async def test_a_step_longer_than_h_paced_steps_is_shown_and_not_waited_for(run_url: str, run_name: str) -> None:
+    from anabranch.operate import status
+
+    async with bench(run_url, make_spec(run_name, rounds={"fragments": 2, "inner_steps": 4})) as run:
+        run.add("fast", Pace(step_s=0.01))
+        run.add("glacier", Pace(step_s=0.5))
+
+        async def shown() -> bool:
+            members = (await status(run.url)).get("members", [])
+            return any(m["name"] == "glacier" and m["condition"] == "step too long for H" for m in members)
+
+        await wait_until(shown, "status says why the glacier is not called", 20)
+        await run.reach(max(run.versions()) + 3)

@@ -1,0 +1,329 @@
+"""What a torch training loop calls, with a tiny model against a real synchronizer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import anabranch
+from anabranch.errors import LayoutMismatch, MemberRefused, ServerUnreachable, UsageError
+from anabranch.model import Float32, unflatten
+from anabranch.orchestrator.synchronizer import send_command
+from anabranch.spec import RunSpec
+from anabranch.workers.session import Session
+from tests.conftest import ServerFactory
+from tests.harness import Bench, bench, make_spec
+from tests.wait import wait_until
+
+TOKENS = 8
+
+
+def tiny(seed: int = 0, hidden: int = 8) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
+
+
+def parameters(model: torch.nn.Module) -> dict[str, Float32]:
+    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+def equal(one: dict[str, Float32], other: dict[str, Float32]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def run_model(run: Bench) -> dict[str, Float32]:
+    """The global model as the synchronizer holds it."""
+    vault = run.synchronizer.vault
+    assert vault is not None
+    assert vault.layout is not None
+    return unflatten(vault.layout, [version.theta for version in vault.versions])
+
+
+def spec_of(run: str, **sections: Any) -> RunSpec:
+    return make_spec(run, task={"name": "x:Y", "options": {}}, **sections)
+
+
+@asynccontextmanager
+async def joined(run: Bench, name: str, model: torch.nn.Module, **options: Any) -> AsyncIterator[Session]:
+    """A session whose I/O thread is ended whatever happens."""
+    session = await asyncio.to_thread(anabranch.join, run.url, model, name=name, **options)
+    try:
+        yield session
+    finally:
+        await asyncio.to_thread(session.close)
+
+
+def train_step(session: Session, model: torch.nn.Module) -> None:
+    """A step that changes every parameter, without an optimizer's cost."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(0.99)
+    session.step(TOKENS, loss=1.0)
+
+
+async def train_until(session: Session, model: torch.nn.Module, run: Bench, version: int) -> None:
+    def reached() -> bool:
+        train_step(session, model)
+        return bool(run.versions()) and min(run.versions()) >= version
+
+    await wait_until(reached, f"version {version}", timeout_s=20)
+
+
+# --- joining ----------------------------------------------------------------------------------------------
+
+
+async def test_joining_adopts_the_global_model(run_url: str, run_name: str) -> None:
+    first, second = tiny(1), tiny(2)
+    initial = parameters(first)
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", first):
+        assert equal(run_model(run), initial), "the first worker gave version 0"
+        assert not equal(parameters(second), initial)
+        async with joined(run, "second", second) as session:
+            assert equal(parameters(second), initial)
+            assert session.versions() == [0, 0]
+
+
+async def test_another_model_is_refused_naming_the_tensor(run_url: str, run_name: str) -> None:
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", tiny()):
+        words = r"'0\.weight' has shape \(9, 4\) here, \(8, 4\) in the run"
+        with pytest.raises(LayoutMismatch, match=words):
+            await asyncio.to_thread(anabranch.join, run.url, tiny(hidden=9), name="second")
+    assert not _io_threads()
+
+
+async def test_a_name_in_use_is_a_plain_error(run_url: str, run_name: str) -> None:
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "same", tiny()):
+        with pytest.raises(MemberRefused, match="'same' is in use"):
+            await asyncio.to_thread(anabranch.join, run.url, tiny(), name="same")
+
+
+def test_no_server_is_a_plain_error() -> None:
+    with pytest.raises(ServerUnreachable, match="is the server running"):
+        anabranch.join("redis://127.0.0.1:1/0", tiny(), name="w")
+
+
+@pytest.mark.parametrize("name", ["a b", "a\n", "_", "_hidden", "x" * 65])
+def test_a_name_that_cannot_be_a_key_is_refused_at_once(name: str) -> None:
+    with pytest.raises(UsageError, match="--name"):
+        Session("redis://127.0.0.1:1/0", tiny(), name=name)
+
+
+def test_before_it_joined_there_is_no_step() -> None:
+    session = Session("redis://127.0.0.1:1/0", tiny(), name="w")
+    with pytest.raises(MemberRefused, match="has not joined"):
+        session.step(1)
+    session.close()
+
+
+# --- training ---------------------------------------------------------------------------------------------
+
+
+async def test_only_what_requires_gradients_is_synchronized(run_url: str, run_name: str) -> None:
+    first, second = tiny(1), tiny(2)
+    for model in (first, second):
+        model[0].requires_grad_(False)
+    own = parameters(second)
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", first) as session:
+        async with joined(run, "second", second):
+            pass
+        await train_until(session, first, run, 1)
+        assert set(run_model(run)) == {"2.weight", "2.bias"}
+    after = parameters(second)
+    assert np.array_equal(after["0.weight"], own["0.weight"])
+    assert not np.array_equal(after["2.weight"], own["2.weight"])
+
+
+async def test_members_that_follow_hold_equal_parameters(run_url: str, run_name: str) -> None:
+    """Two workers train; whoever has adopted the last versions holds the global model, bit for bit."""
+    async with (
+        bench(run_url, spec_of(run_name, rounds={"quorum": 2})) as run,
+        joined(run, "a", tiny(1)) as a,
+        joined(run, "b", tiny(2)) as b,
+    ):
+        models = {a: a._model, b: b._model}
+
+        def both() -> bool:
+            for session, model in models.items():
+                train_step(session, model)
+            return min(run.versions()) >= 2
+
+        await wait_until(both, "both contribute", timeout_s=20)
+        await run.settle()
+        watchers = [tiny(7), tiny(8)]
+        async with joined(run, "c", watchers[0]) as c, joined(run, "d", watchers[1]) as d:
+            assert c.versions() == d.versions() == run.versions()
+            assert equal(parameters(watchers[0]), parameters(watchers[1]))
+            assert equal(parameters(watchers[0]), run_model(run))
+        assert run.state.counts.get("ledger mismatches", 0) == 0
+        assert {len(event["weights"]) for event in run.tape("merged")} == {2}
+
+
+async def test_it_learns_how_many_tokens_the_run_has_merged(run_url: str, run_name: str) -> None:
+    model = tiny()
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", model) as session:
+        assert session.tokens == 0
+        await train_until(session, model, run, 2)
+        await run.settle()
+        await wait_until(lambda: session.tokens == run.state.tokens, "it heard of the last merge")
+        assert session.tokens > 0
+        assert session.paused
+
+
+async def test_a_step_never_waits_for_the_network(server_factory: ServerFactory) -> None:
+    server = server_factory()
+    model = tiny()
+    async with (
+        bench(f"{server.url}?run=frozen", spec_of("frozen")) as run,
+        joined(run, "w", model) as session,
+    ):
+        await train_until(session, model, run, 2)
+        longest = 0.0
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            stopped_at, merged = time.monotonic(), sum(run.versions())
+
+            def stepped() -> bool:
+                nonlocal longest
+                started = time.monotonic()
+                train_step(session, model)
+                longest = max(longest, time.monotonic() - started)
+                return time.monotonic() - stopped_at > 1.5  # several heartbeats
+
+            await wait_until(stepped, "it trained through the silence")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert longest < 0.25, "a step takes microseconds; 0.25 s is for a loaded machine"
+        await train_until(session, model, run, min(run.versions()) + 2)
+        assert sum(run.versions()) > merged
+        assert run.tape("gone") == []
+        assert run.state.counts.get("ledger mismatches", 0) == 0
+
+
+async def test_a_resting_worker_answers_calls(run_url: str, run_name: str) -> None:
+    """Between two steps every moment is a boundary: its round does not wait for the next step."""
+    model = tiny()
+    spec = spec_of(run_name, rounds={"fragments": 1, "in_flight": 1, "inner_steps": 1})
+    async with bench(run_url, spec) as run, joined(run, "w", model, duty=0.05) as session:
+        for _ in range(3):
+            await asyncio.to_thread(train_step, session, model)
+        before = run.versions()[0]
+        session._last -= 2.0  # as if the step had taken so long: it rests 38 s
+        resting = threading.Thread(target=train_step, args=(session, model), name="training")
+        resting.start()
+        await run.reach(before + 1)
+        assert resting.is_alive()
+        await send_command(run.redis, run.keys, "stop")
+        await wait_until(lambda: not resting.is_alive(), "the end of the run ends the rest")
+
+
+async def test_batches_end_with_the_run(run_url: str, run_name: str) -> None:
+    model = tiny()
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", model) as session:
+        await train_until(session, model, run, 1)
+
+        def endless() -> Iterator[int]:
+            number = 0
+            while True:
+                yield number
+                number += 1
+
+        batches = session.batches(endless())
+        assert [next(batches), next(batches)] == [0, 1]
+        await send_command(run.redis, run.keys, "stop", by="test")
+        await wait_until(lambda: session.stopped, "it heard of the end")
+        assert list(batches) == []
+        assert session.stopped == "stopped (by test)"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+async def test_a_loss_that_diverges_does_not_silence_the_worker(run_url: str, run_name: str, loss: float) -> None:
+    model = tiny()
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", model) as session:
+        session._client.vitals.loss = loss
+        session._loss_at = time.monotonic() + 3600
+        await train_until(session, model, run, 2)
+        member = next(iter(run.state.members.values()))
+        assert member.live
+        assert member.loss is None
+
+
+async def test_an_evaluator_reports_what_it_measured(run_url: str, run_name: str) -> None:
+    model = tiny()
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", model) as worker:
+        watcher = Session(run.url, tiny(5), name="e", role="evaluator")
+        await asyncio.to_thread(watcher.start)
+        try:
+            await train_until(worker, model, run, 1)
+            await wait_until(lambda: watcher.poll(0.0) == [] and min(watcher.versions()) >= 1, "it follows")
+            watcher.report_heldout(2.5, watcher.versions(), 123)
+            await wait_until(lambda: (123, 2.5) in run.state.heldout, "the loss arrived")
+        finally:
+            await asyncio.to_thread(watcher.close)
+        assert {m.role for m in run.state.members.values()} >= {"worker"}
+
+
+# --- leaving ----------------------------------------------------------------------------------------------
+
+
+def _io_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "anabranch I/O"]
+
+
+def reasons(run: Bench) -> list[str]:
+    return [event["reason"] for event in run.tape("gone")]
+
+
+async def test_leaving_the_block_says_farewell(run_url: str, run_name: str) -> None:
+    def visit(run: Bench) -> None:
+        with Session(run.url, tiny(), name="w") as session:
+            assert session.versions() == [0, 0]
+
+    async with bench(run_url, spec_of(run_name)) as run:
+        await asyncio.to_thread(visit, run)
+        await wait_until(lambda: reasons(run) == ["w left: done"], "the farewell is read")
+    assert not _io_threads()
+
+
+async def test_an_error_in_the_block_is_the_reason(run_url: str, run_name: str) -> None:
+    text = "boom " * 500  # longer than a message takes
+
+    def visit(run: Bench) -> None:
+        with Session(run.url, tiny(), name="w"):
+            raise ValueError(text)
+
+    async with bench(run_url, spec_of(run_name)) as run:
+        with pytest.raises(ValueError, match="boom"):
+            await asyncio.to_thread(visit, run)
+        await wait_until(lambda: len(reasons(run)) == 1, "the farewell is read")
+        assert reasons(run)[0].startswith("w left: ValueError: boom")
+
+
+async def test_closing_twice_does_no_harm(run_url: str, run_name: str) -> None:
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", tiny()) as session:
+        await asyncio.to_thread(session.close, "first")
+        await asyncio.to_thread(session.close, "second")
+        await wait_until(lambda: reasons(run) == ["w left: first"], "one farewell")
+
+
+async def test_closing_books_every_token(run_url: str, run_name: str) -> None:
+    model = tiny()
+    async with bench(run_url, spec_of(run_name)) as run:
+        async with joined(run, "w", model) as session:
+            await train_until(session, model, run, 2)
+        await wait_until(lambda: bool(run.state.departed), "its books are closed")
+        books = run.state.departed[0]
+        assert books.lost == 0
+        assert books.processed == pytest.approx(books.applied + books.rejected + books.discarded)
+        assert books.applied > 0
