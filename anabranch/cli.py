@@ -147,7 +147,7 @@ def up(
             stored = (directory / "data").exists() and not fresh
             async with bring_up(options, None if stored else settings, name) as running:
                 typer.echo(f"run directory: {directory}\nstatus page:   {running.page}")
-                typer.echo(f"join with:     anabranch worker '{reachable_url(running.url, host)}'")
+                typer.echo(f"join with:     ANABRANCH_URL='{reachable_url(running.url, host)}' anabranch worker")
                 await _first_of(ending, running.task, running.synchronizer.stopped)
 
     run_async(run())

@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from anabranch._version import VERSION
-from anabranch.orchestrator.synchronizer import send_command
 from anabranch.orchestrator.view import ledger_rows
 from anabranch.queue.connection import check_server, connect
+from anabranch.queue.control import send_command
 from anabranch.queue.keys import Keys
 from anabranch.queue.messages import unpack
 from anabranch.queue.url import RunUrl

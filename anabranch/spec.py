@@ -37,7 +37,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RoundsSpec(_Section):
@@ -175,13 +175,15 @@ def load_spec(
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
+            data = _read_nones(tomllib.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise SpecError(
                 f"--spec {path}: no such file; write one with `anabranch orchestrator --print-config`"
             ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise SpecError(f"--spec {path}: not valid TOML: {error}") from None
+        except OSError as error:
+            raise SpecError(f"--spec {path}: cannot be read: {error.strerror}") from None
     for key, value in _from_environment(os.environ if environment is None else environment):
         _assign(data, key, value)
     for item in overrides:
@@ -200,6 +202,16 @@ def parse_value(text: str) -> object:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _read_nones(data: dict[str, Any]) -> dict[str, Any]:
+    """TOML has no null: `"none"` in a section stands for it, as `none` does elsewhere."""
+    return {
+        section: {key: None if value == "none" else value for key, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for section, values in data.items()
+    }
 
 
 def _from_environment(environment: Mapping[str, str]) -> Iterable[tuple[str, object]]:
@@ -262,9 +274,10 @@ def _toml_lines(data: Mapping[str, Any], path: str = "") -> Iterable[str]:
     tables = {key: value for key, value in data.items() if isinstance(value, dict)}
     for key, value in data.items():
         if value is None:
-            yield f"# {key} = (automatic)"
+            yield f'{key} = "none"'
         elif key not in tables:
-            yield f"{key} = {json.dumps(value)}"
+            text = json.dumps(value, ensure_ascii=False)  # TOML knows no surrogate pairs
+            yield f"{key} = {text.replace(chr(127), chr(92) + 'u007f')}"
     for key, value in tables.items():
         yield ""
         yield f"[{path}{key}]"

@@ -18,9 +18,10 @@ from redis.asyncio import Redis
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32
 from anabranch.orchestrator.state import State
-from anabranch.orchestrator.synchronizer import Synchronizer, send_command
+from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.queue import messages
 from anabranch.queue.connection import connect
+from anabranch.queue.control import send_command
 from anabranch.queue.keys import Keys
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec, parse_spec

@@ -59,7 +59,7 @@ def _commands() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("document", "line"), _commands())
 def test_every_command_in_the_documents_exists(document: str, line: str) -> None:
-    words = shlex.split(line)
+    words = [word for word in shlex.split(line) if not word.startswith("ANABRANCH_URL=")]
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets), f"{document}: {line}"

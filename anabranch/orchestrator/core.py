@@ -35,6 +35,7 @@ from anabranch.orchestrator.events import (
     Progressed,
     SetTimer,
     TimerFired,
+    Troubled,
     Unreadable,
     Wrote,
 )
@@ -57,7 +58,7 @@ class Core:
     """The run's state and what to do next."""
 
     def __init__(self, spec: RunSpec, timeline: str) -> None:
-        """`timeline`: the nonce that a birth gives to version 0."""
+        """`timeline`: the number and nonce that a birth gives to version 0."""
         self.state = State(spec=spec)
         self._timeline = timeline
 
@@ -68,8 +69,14 @@ class Core:
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take one event; the instructions are to be carried out in order, as one write."""
         instructions = list(self._dispatch(event, now))
-        instructions += rounds.open_due(self.state, now)
+        if not isinstance(event, Progressed) or self._may_be_due(event):
+            instructions += rounds.open_due(self.state, now)
         return instructions
+
+    def _may_be_due(self, event: Progressed) -> bool:
+        """Ranking everybody at each of thousands of heartbeats costs too much: most cannot make a round due."""
+        member = self.state.members.get(event.incarnation)
+        return member is not None and member.steps - member.mark >= self.state.spec.rounds.interval_steps
 
     # --- dispatch -----------------------------------------------------------------------------------------
 
@@ -105,6 +112,9 @@ class Core:
                 yield Note(f"message of {event.worker} refused: {event.reason}", "refused", {"name": event.worker})
             case Commanded():
                 yield from self._command(event, now)
+            case Troubled():
+                state.count("troubles")
+                yield Note(event.reason, "trouble")
 
     def _start(self, now: float) -> Iterator[Instruction]:
         if self.state.stopped:  # whoever starts a synchronizer on a stopped run wants it to go on
@@ -147,12 +157,9 @@ class Core:
         giver = state.members.get(event.incarnation)
         name = giver.name if giver is not None else ""
         if isinstance(event, InitOffered):
-            if state.born or giver is None or event.incarnation != state.asked_init or event.sender != name:
-                yield Consume("nobody asked for it", event.sender, (event.entry,))
-                yield Note(f"initial weights of {event.sender} refused: nobody asked for them", "refused")
-            else:
-                yield FetchInit("verify version 0", event.incarnation, event.entry, event.payload)
+            yield from self._init_offered(event, name)
             return
+        state.init_reading = False
         if event.entry is not None and giver is not None:
             yield Consume("version 0 read", name, (event.entry,))
         if state.born or state.orphaned:
@@ -160,9 +167,9 @@ class Core:
         if isinstance(event, InitFailed):
             if event.incarnation == state.asked_init:
                 state.asked_init = 0
-            if giver is not None:
-                giver.can_init = False
             yield Note(f"initial weights of {name} refused: {event.reason}", "refused", {"name": name})
+            if giver is not None:
+                yield from membership.expel(state, giver, f"its initial weights cannot be used: {event.reason}")
             yield from membership.ask_for_init(state)
             return
         state.layout_hash, state.timeline = event.layout_hash, self._timeline
@@ -170,8 +177,20 @@ class Core:
             Fragment(index=i, size=size, digest=digest)
             for i, (size, digest) in enumerate(zip(event.sizes, event.digests, strict=True))
         ]
-        membership.born(state)
-        yield Birth(f"version 0 of {len(state.fragments)} fragments, {sum(event.sizes):,} parameters", state.timeline)
+        reason = f"version 0 of {len(state.fragments)} fragments, {sum(event.sizes):,} parameters"
+        yield Birth(reason, state.timeline, event.payload)
+        yield from membership.born(state)
+
+    def _init_offered(self, event: InitOffered, name: str) -> Iterator[Instruction]:
+        state = self.state
+        if state.born or event.incarnation != state.asked_init or not name or event.sender != name:
+            yield Consume("nobody asked for it", event.sender, (event.entry,))
+            yield Note(f"initial weights of {event.sender} refused: nobody asked for them", "refused")
+        elif state.init_reading:
+            yield Consume("a repeat", event.sender, (event.entry,))
+        else:
+            state.init_reading = True
+            yield FetchInit("verify version 0", event.incarnation, event.entry, event.payload)
 
     # --- operators ----------------------------------------------------------------------------------------
 

@@ -146,6 +146,7 @@ class InitReady:
     sizes: tuple[int, ...]  # parameters per fragment
     digests: tuple[bytes, ...]
     entry: bytes | None = None
+    payload: Any = None  # opaque to the core; handed back in `Birth`
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,13 @@ class InitFailed:
     incarnation: int
     reason: str
     entry: bytes
+
+
+@dataclass(frozen=True)
+class Troubled:
+    """The shell failed at something the run can go on without."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -201,6 +209,7 @@ Event = (
     | InitOffered
     | InitReady
     | InitFailed
+    | Troubled
     | TimerFired
     | Merged
     | Wrote
@@ -234,6 +243,7 @@ class TurnAway(Instruction):
     name: str
     nonce: bytes
     retry: bool
+    shared: bool = False  # its inbox is also another member's
 
 
 @dataclass(frozen=True)
@@ -252,6 +262,7 @@ class FetchInit(Instruction):
 @dataclass(frozen=True)
 class Birth(Instruction):
     timeline: str
+    payload: Any = field(default=None, repr=False)  # tensors: not for the tape
 
 
 @dataclass(frozen=True)

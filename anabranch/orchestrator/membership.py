@@ -24,6 +24,9 @@ from anabranch.orchestrator.grace import average
 from anabranch.orchestrator.ledger import Account, imbalance, left_over, weighted
 from anabranch.orchestrator.state import HELDOUT_KEPT, Departed, Member, State
 
+CREDIBLE_FACTOR = 4.0  # between a claimed step time and the observed one: reports are coalesced, averages lag
+OTHER_LAYOUT = "the model's tensors differ from the run's (layout hash)"
+
 
 def find(state: State, incarnation: int, sender: str) -> Member | None:
     """The member, if the incarnation exists and speaks through its own inbox."""
@@ -50,7 +53,7 @@ def join(state: State, event: Joined, now: float) -> Iterator[Instruction]:
         return
     if (refusal := _refusal(state, event, namesakes)) is not None:
         reason, retry = refusal
-        yield TurnAway(reason, event.name, event.nonce, retry)
+        yield TurnAway(reason, event.name, event.nonce, retry, shared=bool(namesakes))
         return
     member = _admit(state, event, now)
     yield Welcome(
@@ -74,7 +77,7 @@ def _refusal(state: State, event: Joined, namesakes: list[Member]) -> tuple[str,
     if sum(m.live for m in state.members.values()) >= limit:
         return f"the run is full: limits.max_members = {limit}", True
     if None not in (state.layout_hash, event.layout_hash) and state.layout_hash != event.layout_hash:
-        return "the model's tensors differ from the run's (layout hash)", False
+        return OTHER_LAYOUT, False
     return None
 
 
@@ -88,6 +91,7 @@ def _admit(state: State, event: Joined, now: float) -> Member:
         label=event.label,
         device=event.device,
         can_init=event.can_init,
+        layout_hash=event.layout_hash,
         account=Account.empty(count),
         seen_at=now,
     )
@@ -107,17 +111,25 @@ def _size_lists(member: Member, fragments: int) -> None:
     member.known = [(0, 0)] * fragments
 
 
-def born(state: State) -> None:
-    """The number of fragments is known now."""
-    for member in state.members.values():
+def born(state: State) -> Iterator[Instruction]:
+    """The layout is known now: whoever brought another one cannot stay."""
+    for member in list(state.members.values()):
         _size_lists(member, len(state.fragments))
         state.dirty.add(member.incarnation)
+        if member.layout_hash not in (None, state.layout_hash):
+            yield from expel(state, member, OTHER_LAYOUT)
+
+
+def expel(state: State, member: Member, reason: str) -> Iterator[Instruction]:
+    """Turn away a member that was let in."""
+    yield TurnAway(reason, member.name, member.nonce, retry=False, shared=True)
+    yield from go(state, member, f"{member.name} was turned away: {reason}")
 
 
 def ask_for_init(state: State) -> Iterator[Instruction]:
     """Ask one member for version 0, if there is none yet and nobody who was asked is still here."""
     asked = state.members.get(state.asked_init)
-    if state.born or state.stopped or state.orphaned or (asked is not None and asked.live):
+    if state.born or state.stopped or state.orphaned or state.init_given or (asked is not None and asked.live):
         return
     candidate = next((m for m in state.members.values() if m.live and m.can_init and m.role == "worker"), None)
     if candidate is not None:
@@ -173,10 +185,25 @@ def _take_steps(state: State, member: Member, event: Progressed, before: float, 
             elapsed = max(0.0, now - before)
             gained = min(event.steps - member.steps, 1 + int(elapsed / state.spec.workers.min_step_s))
             member.steps += gained
+            _observe(member, gained, now)
             if before < state.interval_at:
                 member.mark += gained * (state.interval_at - before) / elapsed
         member.stepped_at = now
-    member.step_s = event.step_s
+    member.step_s = event.step_s if member.observed_s is None else _credible(event.step_s, member.observed_s)
+
+
+def _credible(claimed: float, observed: float) -> float:
+    """A step time drives grace and deadline, so a claim counts only near to what the step counter shows."""
+    return min(max(claimed, observed / CREDIBLE_FACTOR), observed * CREDIBLE_FACTOR)
+
+
+def _observe(member: Member, gained: int, now: float) -> None:
+    """Average time per step as the counter shows it; one long pause (a laptop asleep) counts as ten steps at most."""
+    assert member.stepped_at is not None
+    sample = (now - member.stepped_at) / gained
+    if sample > 0:
+        old = member.observed_s
+        member.observed_s = average(old, sample if old is None else min(sample, 10 * old))
 
 
 def _take_heldout(state: State, member: Member, event: Progressed) -> None:

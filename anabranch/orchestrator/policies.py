@@ -36,10 +36,14 @@ def is_stuck(member: Member, state: State, now: float) -> bool:
     )
 
 
-def is_too_slow(member: Member, state: State) -> bool:
-    """Its step outlasts H paced steps: it never holds a current base, so calling it is in vain (s = 0)."""
-    pace_s = state.averages.step_s
-    return pace_s is not None and member.step_s > state.spec.rounds.inner_steps * pace_s
+def longest_step_s(state: State, now: float) -> float:
+    """H paced steps, in seconds: a worker whose step outlasts them never holds a current base (s = 0).
+
+    Never below H steps of the fastest worker: an average that lags must not rule out the one who paces.
+    """
+    steps = [m.step_s for m in state.members.values() if m.step_s > 0 and advances(m, state, now)]
+    pace_s = max(state.averages.step_s or 0.0, min(steps, default=0.0))
+    return state.spec.rounds.inner_steps * pace_s
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,13 @@ def restart_interval(state: State, pacer: Member, now: float) -> None:
 
 
 def callable_for(fragment: Fragment, state: State, now: float) -> list[Member]:
-    """Live workers that advance, have adopted the base and hold tokens."""
+    """Live workers that advance, have adopted the base and hold tokens; not those whose step is too long for H."""
+    longest_s = longest_step_s(state, now)
     return [
         m
         for m in state.members.values()
         if advances(m, state, now)
-        and not is_too_slow(m, state)
+        and m.step_s <= longest_s
         and len(m.adopted) > fragment.index
         and m.adopted[fragment.index] == fragment.version
         and m.held[fragment.index] > 0

@@ -91,6 +91,10 @@ def offered(state: State, offer: Offer, now: float) -> Iterator[Instruction]:
         yield Consume("refused", offer.sender, (offer.entry,))
         yield _refused_note(member, offer, f"a {member.role} asked for fragment {offer.fragment}")
         return
+    if offer.tokens > offer.processed:
+        yield Consume("refused", offer.sender, (offer.entry,))
+        yield _refused_note(member, offer, f"{offer.tokens} tokens sent, only {offer.processed} ever processed")
+        return
     member.learn(offer.fragment, offer.processed, offer.discarded)
     fragment = state.fragments[offer.fragment]
     if offer.timeline != state.timeline or offer.base > fragment.version:
@@ -362,7 +366,7 @@ def merged(state: State, event: Merged, now: float) -> Iterator[Instruction]:
     if round_ is None or round_.closed is None:
         return
     if event.digest is None:
-        yield from abandon(state, round_, event.reason)
+        yield from _cannot_merge(state, round_, event.reason)
         return
     fragment = state.fragments[round_.fragment]
     verdicts: list[Verdict] = []
@@ -404,6 +408,17 @@ def merged(state: State, event: Merged, now: float) -> Iterator[Instruction]:
         tuple(weights),
         state.tokens,
     )
+
+
+def _cannot_merge(state: State, round_: Round, reason: str) -> Iterator[Instruction]:
+    """No version came out. Its parts are refused, or the same would happen for ever."""
+    fragment = state.fragments[round_.fragment]
+    for offer, _ in round_.parts:
+        if fragment.in_hand.get(offer.incarnation) is offer:
+            del fragment.in_hand[offer.incarnation]
+            yield Drop(reason, offer)
+            yield from _refuse(state, state.members[offer.incarnation], fragment, offer, reason)
+    yield from abandon(state, round_, reason)
 
 
 def _book_unmerged(

@@ -38,10 +38,12 @@ class Member:
     label: str = ""
     device: str = ""
     can_init: bool = False
+    layout_hash: str | None = None
     live: bool = True
     left: bool = False  # said farewell
     steps: int = 0
     step_s: float = 0.0
+    observed_s: float | None = None  # average time per step as the counter shows it
     stepped_at: float | None = None  # when the step counter last advanced
     mark: float = 0.0  # step count at which the current interval began
     adopted: list[int] = field(default_factory=list)
@@ -152,6 +154,8 @@ class State:
     next_incarnation: int = 1
     next_fragment: int = 0  # where the cycle over fragments stands
     asked_init: int = 0  # incarnation asked for version 0
+    init_given: bool = False  # version 0 comes from a file: nobody is asked
+    init_reading: bool = False  # one offer of version 0 is being verified
     orphaned: bool = False  # unborn, yet a member holds a version: the server lost this run
     paused: bool = False
     stopped: bool = False
@@ -271,9 +275,9 @@ def load_core(record: dict[str, Any], spec: RunSpec, now: float) -> State:
 
 
 _MEMBER_PLAIN = (
-    "incarnation", "name", "nonce", "role", "label", "device", "can_init", "live", "left", "steps", "step_s", "mark",
-    "adopted", "held", "processed", "discarded", "pending", "read", "last_round", "loss", "train_s", "rest_s",
-    "life_s", "bytes_sent", "heldout_loss",
+    "incarnation", "name", "nonce", "role", "label", "device", "can_init", "layout_hash", "live", "left", "steps",
+    "step_s", "mark", "adopted", "held", "processed", "discarded", "pending", "read", "last_round", "loss",
+    "train_s", "rest_s", "life_s", "bytes_sent", "heldout_loss",
 )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anabranch.errors import SpecError
@@ -23,13 +22,6 @@ from anabranch.spec import MUTABLE, RunSpec
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
-
-
-@dataclass(frozen=True)
-class Birthday:
-    """Version 0, verified and uploaded, waiting for the core to say so."""
-
-    layout: Layout
 
 
 async def load(redis: Redis, keys: Keys, spec: RunSpec | None, timeline: str, now: float) -> tuple[Core, RunRecord]:
@@ -95,7 +87,6 @@ class Scribe:
         self._vault = vault
         self._tape = tape
         self._record = record
-        self.birthday: Birthday | None = None
 
     def write_spec(self) -> Transaction:
         """The spec (and layout) for joiners to read."""
@@ -114,7 +105,7 @@ class Scribe:
             if isinstance(instruction, ev.Commit):
                 self._commit(instruction, transaction)
             elif isinstance(instruction, ev.Birth):
-                self._birth(transaction)
+                self._birth(instruction, transaction)
             elif isinstance(instruction, ev.ChangeSetting):
                 self._record = RunRecord(spec, self._record.layout)
                 transaction.set(self._keys.spec, self._record.pack())
@@ -145,10 +136,10 @@ class Scribe:
         if old.momentum_claim is not None:
             transaction.drop_blob(old.momentum_claim)
 
-    def _birth(self, transaction: Transaction) -> None:
-        assert self.birthday is not None
+    def _birth(self, birth: ev.Birth, transaction: Transaction) -> None:
+        self._vault.layout, self._vault.versions = birth.payload
         transaction.require_absent(self._keys.state, fragment_field(0))
-        self._record = RunRecord(self._record.spec, self.birthday.layout)
+        self._record = RunRecord(self._record.spec, self._vault.layout)
         transaction.set(self._keys.spec, self._record.pack())
         for index, version in enumerate(self._vault.versions):
             transaction.require_blob(version.theta_claim)

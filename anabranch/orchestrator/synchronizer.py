@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
@@ -18,25 +17,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anabranch.errors import AnabranchError, BlobMissing, CheckpointError, Fenced, PayloadError
+from redis.exceptions import ResponseError
+
+from anabranch.errors import BlobMissing, CheckpointError, Fenced, PayloadError
 from anabranch.faults import fail_at
 from anabranch.loops import leaf
 from anabranch.orchestrator import events as ev
-from anabranch.orchestrator import ingest, store
+from anabranch.orchestrator import store
 from anabranch.orchestrator.checkpoint import Checkpointer, complete_checkpoints, take_snapshot
 from anabranch.orchestrator.clock import SteadyClock, Timers
+from anabranch.orchestrator.inboxes import Inboxes
 from anabranch.orchestrator.tape import Tape
 from anabranch.orchestrator.vault import Vault
-from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import OUTAGE, check_server, connect
-from anabranch.queue.keys import SYNCHRONIZER, Keys
+from anabranch.queue.keys import Keys
 from anabranch.queue.patience import LONGEST_S, REPLY_S, persist
 from anabranch.queue.records import RunRecord
 from anabranch.queue.scripts import FencedWriter, Transaction, WriteRefused, Written
-from anabranch.queue.streams import Entry, StreamReader
+from anabranch.queue.streams import Entry
 from anabranch.queue.url import RunUrl
-from anabranch.spec import ID_PATTERN, RunSpec
+from anabranch.spec import RunSpec
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -50,6 +51,9 @@ STORE_EVERY_S = 1.0  # members' volatile figures, for `anabranch status` and a s
 RELEASE_S = 2.0  # to give the lease back when ending; it runs out by itself otherwise
 BATCH = 256  # events handled in one transaction
 FETCHES = 8  # payloads fetched at the same time
+
+_GLYPHS = {"merged": "✓", "abandoned": "!", "rejected": "✕", "refused": "✕", "gone": "✕", "ledger mismatch": "✕"}
+_QUIET = frozenset({"opened", "settled", "told closed"})
 
 T = TypeVar("T")
 
@@ -84,8 +88,7 @@ class Synchronizer:
         self.checkpoints: Checkpointer | None = None
         self._queue: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._timers = Timers()
-        self._inboxes = StreamReader()
-        self._senders: dict[str, tuple[str, str]] = {}  # stream: kind, sender
+        self._inboxes: Inboxes
         self._slots = asyncio.Semaphore(FETCHES)
         self._ending = asyncio.Event()
         self._tasks: asyncio.TaskGroup
@@ -104,10 +107,12 @@ class Synchronizer:
             stack.callback(self.tape.close)
             self._writer = FencedWriter(self._redis, self.keys, self.owner)
             lease_s = self._spec.leader.lease_s if self._spec is not None else RunSpec().leader.lease_s
-            if not await self._lead(lease_s):
+            if not await self._unless_ending(self._lead(lease_s)):
                 return
             stack.push_async_callback(self._release)
-            await self._load()
+            await self._unless_ending(self._load())
+            if self.core is None:
+                return
             assert self.vault is not None
             stack.callback(self.vault.close)
             try:
@@ -122,8 +127,20 @@ class Synchronizer:
                 if not isinstance(leaf(group), _Ended):
                     raise leaf(group) from group
 
+    async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Await `work`; None if `end` was called first (an outage must not hold up the end)."""
+        task = asyncio.create_task(work, name="synchronizer: begin")
+        ending = asyncio.create_task(self._ending.wait(), name="synchronizer: watch for the end")
+        try:
+            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for one in (task, ending):
+                one.cancel()
+            await asyncio.gather(task, ending, return_exceptions=True)
+
     def end(self) -> None:
-        """Ask `run` to return once what is decided is stored."""
+        """Ask `run` to return. What was decided but not stored is decided again by whoever leads next."""
         self._ending.set()
 
     async def _open(self, stack: AsyncExitStack, name: str) -> Redis:
@@ -153,20 +170,25 @@ class Synchronizer:
     async def _load(self) -> None:
         now = self.clock.tick()
         timeline = f"0-{secrets.token_hex(4)}"
-        core, record = await store.load(self._redis, self.keys, self._spec, timeline, now)
+        core, record = await self._persist(
+            lambda: store.load(self._redis, self.keys, self._spec, timeline, now), "read the stored run"
+        )
+        core.state.init_given = self._init is not None
         self._check_no_birth_over(core)
         blobs = RedisBlobs(self._redis, self.keys)
         self.vault = Vault(core.state.spec, blobs)
         if core.state.born:
             assert record.layout is not None
-            await store.load_tensors(self._redis, self.keys, self.vault, record.layout)
+            vault, layout = self.vault, record.layout
+            await self._persist(
+                lambda: store.load_tensors(self._redis, self.keys, vault, layout), "fetch the model", bounded=False
+            )
             log.info("run %s continues: %s tokens applied", self.keys.run, f"{core.state.tokens:,}")
         self._start_scribe(core, record)
         self.core = core
-        self._inboxes.follow(self.keys.control)
-        self._senders[self.keys.control] = ("control", "")
-        for member in core.state.members.values():
-            self._follow(member.name)
+        self._inboxes = Inboxes(self.keys, core.state.spec.limits.max_members)
+        for name in self._members():
+            self._inboxes.follow(name, self._members())
 
     def _start_scribe(self, core: Core, record: RunRecord) -> None:
         assert self.vault is not None
@@ -196,27 +218,35 @@ class Synchronizer:
     async def _read(self) -> None:
         """Follow every inbox and progress stream; blocks briefly so that new streams are picked up."""
         while True:
-            entries = await self._persist(
-                lambda: self._inboxes.read(self._reading, int(LONGEST_WAIT_S * 1000)), "read streams", reading=True
-            )
+            try:
+                entries = await self._persist(
+                    lambda: self._inboxes.read(self._reading, int(LONGEST_WAIT_S * 1000)),
+                    "read streams",
+                    reading=True,
+                )
+            except ResponseError as error:
+                await self._drop_damaged(error)
+                continue
             fail_at("after read")
             self._take(entries)
 
+    async def _drop_damaged(self, error: ResponseError) -> None:
+        """A member made something else of its stream: it is not read any more, the others are."""
+        damaged = await self._persist(lambda: self._inboxes.drop_damaged(self._redis), "look for a damaged stream")
+        if not damaged:
+            raise error
+        for sender in damaged:
+            self._queue.put_nowait(ev.Troubled(f"a stream of {sender} is no stream any more: it is not read"))
+
     async def _drain(self) -> None:
         """Read what is there before a timer may fire."""
-        with suppress(*OUTAGE):
+        with suppress(*OUTAGE, ResponseError):  # the reading task deals with those
             async with asyncio.timeout(REPLY_S):
                 self._take(await self._inboxes.read(self._redis, None))
 
     def _take(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            kind, sender = self._senders.get(entry.stream, ("", ""))
-            if kind == "inbox":
-                self._queue.put_nowait(ingest.read_inbox(entry, sender, self.keys.run))
-            elif kind == "progress":
-                self._queue.put_nowait(ingest.read_progress(entry, sender, self.keys.run))
-            elif kind == "control":
-                self._queue.put_nowait(ingest.read_control(entry, self.keys.run))
+        for event in self._inboxes.events(entries):
+            self._queue.put_nowait(event)
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         """Knocks name inboxes we may not know yet; they are repeated until the member is welcomed."""
@@ -226,27 +256,16 @@ class Synchronizer:
             try:
                 await pubsub.subscribe(self.keys.knock)
                 async for message in pubsub.listen():
-                    name = message["data"].decode(errors="replace")
-                    if re.fullmatch(ID_PATTERN, name) and not name.startswith(SYNCHRONIZER):
-                        self._follow(name)
+                    self._inboxes.knocked(message["data"].decode(errors="replace"), self._members())
             except OUTAGE:
                 await asyncio.sleep(LONGEST_S / 4)
             finally:
                 with suppress(*OUTAGE):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
 
-    def _follow(self, name: str) -> None:
+    def _members(self) -> set[str]:
         assert self.core is not None
-        if len(self._senders) > 2 * self.core.state.spec.limits.max_members + 1:
-            return
-        for kind, stream in (("inbox", self.keys.contributions(name)), ("progress", self.keys.progress(name))):
-            self._senders[stream] = (kind, name)
-            self._inboxes.follow(stream)
-
-    def _forget(self, name: str) -> None:
-        for stream in (self.keys.contributions(name), self.keys.progress(name)):
-            self._senders.pop(stream, None)
-            self._inboxes.forget(stream)
+        return {member.name for member in self.core.state.members.values()}
 
     # --- acting -------------------------------------------------------------------------------------------
 
@@ -295,10 +314,10 @@ class Synchronizer:
             return
         if any(isinstance(i, ev.Commit) for i in instructions):
             fail_at("before commit")
-        written = await self._store(transaction)
+        written = await self._store(transaction, born=any(isinstance(i, ev.Birth) for i in instructions))
         for event in tape_events:
             self.tape.append(event)
-            log.info("%-10s %s", event["kind"], event["reason"])
+            _log_event(event)
         self.tape.flush()
         self._after(instructions)
         if tape_events:
@@ -330,8 +349,10 @@ class Synchronizer:
                 case ev.Commit():
                     self.vault.install(instruction.fragment, instruction.round, instruction.version - 1)
                     fail_at("after commit")
-                case ev.Close(last_of_name=True, name=name):
-                    self._forget(name)
+                case ev.Close(last_of_name=True, name=name) | ev.TurnAway(shared=False, name=name):
+                    self._inboxes.forget(name)
+                case ev.Welcome(name=name):
+                    self._inboxes.follow(name, self._members())
                 case ev.Checkpoint():
                     self._save_checkpoint()
                 case ev.Announce(what="stop"):
@@ -348,8 +369,11 @@ class Synchronizer:
 
         async def save() -> None:
             if snapshot is not None and checkpoints is not None:
-                folder = await checkpoints.write(snapshot)
-                log.info("%-10s %s", "checkpoint", folder)
+                try:
+                    folder = await checkpoints.write(snapshot)
+                    log.info("%-10s %s", "checkpoint", folder)
+                except OSError as error:  # a full disk must not stop training
+                    self._queue.put_nowait(ev.Troubled(f"no checkpoint was written: {error}"))
             if then is not None:
                 then.set()
 
@@ -362,8 +386,9 @@ class Synchronizer:
             await asyncio.sleep(every_s)
             self._save_checkpoint()
 
-    async def _store(self, transaction: Transaction) -> Written:
-        """Write until it is stored. Payloads that ran out during an outage are uploaded once more."""
+    async def _store(self, transaction: Transaction, *, born: bool = False) -> Written:
+        """Write until it is stored (`born`: it holds the birth, which keeps version 0). Payloads that ran out during
+        an outage are uploaded once more."""
         while True:
             try:
                 return await self._persist(lambda: self._writer.write(transaction), "write")
@@ -372,7 +397,8 @@ class Synchronizer:
                     raise
                 log.warning("%s: uploading again", error)
                 assert self.vault is not None
-                for version in [*self.vault.prepared.values(), *self.vault.versions]:
+                # Only what this or a later commit keeps: a TTL on a version that stands would delete the model.
+                for version in [*self.vault.prepared.values(), *(self.vault.versions if born else [])]:
                     await self._persist(partial(self.vault.upload_again, version), "upload", bounded=False)
 
     # --- work off the loop --------------------------------------------------------------------------------
@@ -381,6 +407,8 @@ class Synchronizer:
         assert self.vault is not None
         vault = self.vault
         async with self._slots:
+            if not self._wanted(offer):
+                return
             try:
                 await self._persist(lambda: vault.fetch(offer), "fetch a contribution", bounded=False)
             except BlobMissing as error:
@@ -389,6 +417,11 @@ class Synchronizer:
                 self._queue.put_nowait(ev.FetchFailed(offer, str(error)))
             else:
                 self._queue.put_nowait(ev.Fetched(offer))
+
+    def _wanted(self, offer: ev.Offer) -> bool:
+        """Not replaced while it waited for its turn."""
+        assert self.core is not None
+        return self.core.state.fetching.get((offer.incarnation, offer.fragment, offer.base)) is offer
 
     async def _merge(self, order: ev.Merge) -> None:
         assert self.vault is not None
@@ -403,8 +436,10 @@ class Synchronizer:
             layout, versions = await self._persist(
                 lambda: vault.take_init(order.payload), "fetch version 0", bounded=False
             )
-        except AnabranchError as error:
-            self._queue.put_nowait(ev.InitFailed(order.incarnation, str(error), order.entry))
+        except Exception as error:  # whatever a member sent may not end the run
+            log.debug("version 0 refused", exc_info=True)
+            reason = str(error) or type(error).__name__
+            self._queue.put_nowait(ev.InitFailed(order.incarnation, reason, order.entry))
             return
         self._prepare_birth(layout, versions, order.incarnation, order.entry)
 
@@ -416,8 +451,6 @@ class Synchronizer:
 
     def _prepare_birth(self, layout: Any, versions: list[Any], incarnation: int, entry: bytes | None) -> None:
         assert self.vault is not None
-        self.vault.layout, self.vault.versions = layout, versions
-        self._scribe.birthday = store.Birthday(layout)
         self._queue.put_nowait(
             ev.InitReady(
                 incarnation,
@@ -425,6 +458,7 @@ class Synchronizer:
                 tuple(fragment.size for fragment in layout.fragments),
                 tuple(version.theta_claim.digest for version in versions),
                 entry,
+                (layout, versions),
             )
         )
 
@@ -448,15 +482,16 @@ class Synchronizer:
         self.hearing = hearing
 
 
+def _log_event(event: dict[str, Any]) -> None:
+    """One aligned line per event; what happens every round besides the merge is for `--verbose`."""
+    where = "".join(
+        f" {letter}{event[key]}"
+        for letter, key in (("r", "round"), ("f", "fragment"), ("v", "version"))
+        if key in event
+    )
+    level = logging.DEBUG if event["kind"] in _QUIET else logging.INFO
+    log.log(level, "%s %-10s%-14s %s", _GLYPHS.get(event["kind"], "·"), event["kind"], where, event["reason"])
+
+
 class _Ended(Exception):
     """Unwinds the task group when `end` was called."""
-
-
-async def send_command(
-    redis: Redis, keys: Keys, action: str, *, key: str = "", value: Any = None, by: str = ""
-) -> None:
-    """Put an operator's command on the control stream."""
-    command = messages.Command.model_validate(
-        {"id": secrets.token_hex(8), "action": action, "key": key, "value": value, "by": by}
-    )
-    await redis.xadd(keys.control, {"m": messages.encode(command, keys.run)})

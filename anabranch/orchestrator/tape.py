@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+log = logging.getLogger("anabranch.synchronizer")
 
 FILE_NAME = "tape.jsonl"
 _RECENT = 200  # events the page can show
@@ -26,6 +31,7 @@ class Tape:
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.number = 0
         self._file: IO[str] | None = None
+        self._failing = False
         if directory is not None:
             path = directory / FILE_NAME
             for event in _last_events(path, _RECENT):
@@ -42,7 +48,7 @@ class Tape:
     def append(self, event: dict[str, Any]) -> None:
         self._remember(event)
         if self._file is not None:
-            self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+            self._guarded(partial(self._file.write, json.dumps(event, separators=(",", ":")) + "\n"))
 
     def _remember(self, event: dict[str, Any]) -> None:
         self.number += 1
@@ -50,13 +56,26 @@ class Tape:
 
     def flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            self._guarded(self._file.flush)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        """A full disk must not end the run: the stream in Redis still has every event."""
+        try:
+            action()
+        except OSError as error:
+            if not self._failing:
+                log.error("%s cannot be written: %s", FILE_NAME, error)
+            self._failing = True
+        else:
+            self._failing = False
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with suppress(OSError):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            with suppress(OSError):
+                self._file.close()
             self._file = None
 
 

@@ -13,7 +13,6 @@ from anabranch.queue.keys import Keys, ledger_field
 from anabranch.queue.scripts import Transaction
 
 _REASON_LIMIT = 160  # characters of a reason inside a list of verdicts
-_VERDICTS = 200  # per message: with such reasons they fill most of an envelope
 
 
 def transcribe(
@@ -33,19 +32,19 @@ def transcribe(
             transaction.hincrby(keys.ledger, name, instruction.tokens)
         case ev.Close():
             _close_books(instruction, transaction, keys)
+        case ev.TurnAway(shared=False):
+            transaction.drop_if_empty(keys.contributions(instruction.name))
     message = _message(instruction, commit_claim)
-    return [] if message is None else _in_envelopes(message)
+    return [] if message is None else _in_envelopes(message, keys.run)
 
 
-def _in_envelopes(message: msg.Message) -> list[msg.Message]:
+def _in_envelopes(message: msg.Message, run: str) -> list[msg.Message]:
     """Split a list of verdicts that one envelope cannot hold; a merge carries the first of them."""
-    if not isinstance(message, msg.Merged | msg.Verdicts) or len(message.verdicts) <= _VERDICTS:
+    if not isinstance(message, msg.Merged | msg.Verdicts) or len(message.verdicts) < 2 or msg.fits(message, run):
         return [message]
-    parts = [message.verdicts[at : at + _VERDICTS] for at in range(0, len(message.verdicts), _VERDICTS)]
-    return [
-        message.model_copy(update={"verdicts": parts[0]}),
-        *(msg.Verdicts(verdicts=part) for part in parts[1:]),
-    ]
+    half = len(message.verdicts) // 2
+    first = message.model_copy(update={"verdicts": message.verdicts[:half]})
+    return [*_in_envelopes(first, run), *_in_envelopes(msg.Verdicts(verdicts=message.verdicts[half:]), run)]
 
 
 def _close_books(instruction: ev.Close, transaction: Transaction, keys: Keys) -> None:
@@ -91,8 +90,8 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
                 claim=commit_claim(instruction.round),
                 closed=instruction.closed,
                 verdicts=_verdicts(instruction.verdicts),
-                tokens=instruction.tokens,
-                reason=instruction.reason,
+                tokens=min(instruction.tokens, msg.MOST_TOKENS),
+                reason=instruction.reason[:_REASON_LIMIT],
             )
         case ev.Abandon():
             return msg.Abandoned(
@@ -136,7 +135,7 @@ def tape_event(instruction: ev.Instruction) -> dict[str, Any] | None:
     """An instruction as an event of the tape, with plain values; None if it is not for the tape."""
     if not instruction.on_tape:
         return None
-    fields = {f.name: _plain(getattr(instruction, f.name)) for f in dataclasses.fields(instruction)}
+    fields = {f.name: _plain(getattr(instruction, f.name)) for f in dataclasses.fields(instruction) if f.repr}
     kind = _KINDS.get(type(instruction), type(instruction).__name__.lower())
     return {"kind": kind, **fields} if not isinstance(instruction, ev.Note) else fields
 

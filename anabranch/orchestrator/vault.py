@@ -32,6 +32,7 @@ from anabranch.queue.keys import SYNCHRONIZER
 from anabranch.spec import RunSpec
 
 Float32 = NDArray[np.float32]
+ABSURD_NORM = 1e30  # no training produces it; a few of them would leave float32's range
 LAYOUT_LIMIT_BYTES = 64 * 1024 * 1024
 
 
@@ -89,7 +90,7 @@ class Vault:
 
         def verify() -> Float32:
             flat = decode(codec, data, fragment.size)
-            inspect(fragment, flat, max_norm=self.spec.limits.max_delta_norm)
+            inspect(fragment, flat, max_norm=self.spec.limits.max_delta_norm or ABSURD_NORM)
             return flat
 
         flat = await asyncio.get_running_loop().run_in_executor(self._threads, verify)
@@ -108,16 +109,19 @@ class Vault:
         deltas = [self.in_hand[offer.sender, offer.entry][1] for offer, _ in order.parts]
         weights = [weight for _, weight in order.parts]
 
-        def compute() -> tuple[Float32, Float32] | None:
+        def compute() -> tuple[Float32, Float32] | str:
             gradient = merge_fragment(fragment, deltas, weights, self._rules)
-            return None if gradient is None else self._outer.step(old.theta, old.momentum, gradient)
+            if gradient is None:
+                return "nothing to merge: all weights are zero"
+            theta, momentum = self._outer.step(old.theta, old.momentum, gradient)
+            if not (is_finite(theta) and is_finite(momentum)):
+                return "the outer step left float32's range: Θ stays as it is"
+            return theta, momentum
 
         result = await asyncio.get_running_loop().run_in_executor(self._threads, compute)
-        if result is None:
-            return None, "nothing to merge: all weights are zero"
+        if isinstance(result, str):
+            return None, result
         theta, momentum = result
-        if not (is_finite(theta) and is_finite(momentum)):
-            return None, "the outer step left float32's range: Θ stays as it is"
         fail_at("after merge")
         self.prepared[order.round] = await self.upload(theta, momentum)
         return self.prepared[order.round].theta_claim.digest, ""
@@ -161,7 +165,7 @@ class Vault:
         for fragment, claim in zip(layout.fragments, claims, strict=True):
             data = await self.blobs.get(claim, encoded_bytes("fp32", fragment.size))
             flat = decode("fp32", data, fragment.size)
-            inspect(fragment, flat, max_norm=None)
+            await asyncio.to_thread(inspect, fragment, flat, max_norm=ABSURD_NORM)
             flats.append(flat)
         return layout, [await self.upload(flat, None) for flat in flats]
 
@@ -169,21 +173,24 @@ class Vault:
         """Version 0 from a safetensors file (`--init`)."""
         tensors = await asyncio.to_thread(_read_safetensors, path)
         layout = layout_for(self.spec, [(name, array.shape) for name, array in tensors.items()])
-        return layout, [
-            await self.upload(flatten([tensors[t.name] for t in fragment.tensors]), None)
-            for fragment in layout.fragments
-        ]
+        versions = []
+        for fragment in layout.fragments:
+            flat = await asyncio.to_thread(flatten, [tensors[t.name] for t in fragment.tensors])
+            await asyncio.to_thread(inspect, fragment, flat, max_norm=ABSURD_NORM)
+            versions.append(await self.upload(flat, None))
+        return layout, versions
 
     async def load(self, layout: Layout, claims: Sequence[tuple[messages.Claim, messages.Claim | None]]) -> None:
         """Fetch what `state` names; `BlobMissing` or `BlobCorrupt` if the server lost or changed it."""
-        self.layout = layout
+        versions = []
         for fragment, (theta_claim, momentum_claim) in zip(layout.fragments, claims, strict=True):
             limit = encoded_bytes("fp32", fragment.size)
             theta = decode("fp32", await self.blobs.get(theta_claim, limit), fragment.size)
             momentum = None
             if momentum_claim is not None:
                 momentum = decode("fp32", await self.blobs.get(momentum_claim, limit), fragment.size)
-            self.versions.append(Version(theta, momentum, theta_claim, momentum_claim))
+            versions.append(Version(theta, momentum, theta_claim, momentum_claim))
+        self.layout, self.versions = layout, versions
 
 
 def _read_claims(data: bytes) -> list[messages.Claim]:

@@ -17,6 +17,7 @@ CLOSED = ("all arrived", "grace expired", "abandoned")
 
 def view(state: State, now: float) -> dict[str, Any]:
     """A JSON-able picture of the run. Durations in seconds, tokens parameter-weighted."""
+    longest_s = policies.longest_step_s(state, now)
     members = sorted(state.members.values(), key=lambda m: (m.role, m.name, m.incarnation))
     return {
         "run": state.spec.name,
@@ -30,7 +31,7 @@ def view(state: State, now: float) -> dict[str, Any]:
         "open": [_round(state, r, now) for _, r in sorted(state.rounds.items())],
         "fragments": [{"version": f.version, "in_hand": len(f.in_hand), "size": f.size} for f in state.fragments],
         "averages": _averages(state),
-        "members": [_member(state, m, now) for m in members],
+        "members": [_member(state, m, now, longest_s) for m in members],
         "departed": [_departed(d) for d in state.departed],
         "live": sum(m.live and m.role == "worker" for m in members),
         "participating": len(
@@ -137,7 +138,7 @@ def _round(state: State, round_: Round, now: float) -> dict[str, Any]:
     }
 
 
-def _member(state: State, member: Member, now: float) -> dict[str, Any]:
+def _member(state: State, member: Member, now: float, longest_s: float) -> dict[str, Any]:
     sizes = state.sizes
     account = member.account
     condition = "live"
@@ -147,7 +148,7 @@ def _member(state: State, member: Member, now: float) -> dict[str, Any]:
         condition = "stuck"
     elif member.role == "worker" and not policies.advances(member, state, now):
         condition = "joining"
-    elif member.role == "worker" and policies.is_too_slow(member, state):
+    elif member.role == "worker" and member.step_s > longest_s:
         condition = "step too long for H"
     behind = [f.version - v for f, v in zip(state.fragments, member.adopted, strict=False)]
     return {

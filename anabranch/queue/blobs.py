@@ -13,9 +13,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
+from redis.exceptions import ResponseError
 
 from anabranch.errors import BlobCorrupt, BlobMissing
 from anabranch.loops import leaf
+from anabranch.queue.connection import is_passing
 from anabranch.queue.messages import Claim
 from anabranch.queue.scripts import chunk_keys
 
@@ -111,10 +113,7 @@ class RedisBlobs:
 
         async def download(key: str, part: memoryview, digest: bytes) -> None:
             async with limit:
-                async with asyncio.timeout(_CHUNK_S):
-                    data: Any = await self._redis.get(key)
-                if data is None:
-                    raise BlobMissing(f"{key} is gone")
+                data = await self._read_chunk(key, part.nbytes)
                 await _off_loop(len(data), _place, data, part, digest, key)
 
         parts = _chunks(buffer, claim.chunk_bytes)
@@ -122,6 +121,20 @@ class RedisBlobs:
             download(*item) for item in zip(chunk_keys(self._keys, claim), parts, claim.hashes, strict=True)
         )
         return buffer
+
+    async def _read_chunk(self, key: str, size: int) -> bytes:
+        """At most one byte more than expected: a key may hold anything its owner put there."""
+        try:
+            async with asyncio.timeout(_CHUNK_S):
+                data: Any = await self._redis.getrange(key, 0, size)
+                gone = not data and await self._redis.exists(key) == 0
+        except ResponseError as error:
+            if is_passing(error):
+                raise
+            raise BlobCorrupt(f"{key} is no chunk: {error}") from None
+        if gone:
+            raise BlobMissing(f"{key} is gone")
+        return bytes(data)
 
     async def refresh(self, claim: Claim, ttl_s: float) -> bool:
         async with self._redis.pipeline(transaction=False) as pipe:

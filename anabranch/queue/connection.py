@@ -8,7 +8,7 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -17,6 +17,9 @@ from anabranch.queue.url import RunUrl
 
 #: What a lost or silent connection raises; everybody who talks to Redis retries on these.
 OUTAGE = (RedisConnectionError, RedisTimeoutError, OSError)
+
+#: Errors of a server that pass by themselves: failing over, loading, out of disk, busy, without replicas.
+_PASSING = ("READONLY", "LOADING", "MISCONF", "MASTERDOWN", "BUSY", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "OOM")
 
 CONNECT_S = 10.0
 OLDEST_REDIS = (7, 0)
@@ -39,6 +42,11 @@ def connect(url: RunUrl, *, name: str, retries: int = 3, connections: int = 8) -
         **({} if url.server.startswith("unix:") else {"socket_keepalive": True}),
     )
     return Redis.from_pool(pool)
+
+
+def is_passing(error: ResponseError) -> bool:
+    """Whether the same command may succeed later."""
+    return isinstance(error, ReadOnlyError | OutOfMemoryError) or str(error).startswith(_PASSING)
 
 
 async def check_server(redis: Redis, url: RunUrl) -> dict[str, Any]:

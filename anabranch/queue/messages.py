@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from anabranch.errors import MalformedMessage, OversizedMessage, SchemaMismatch
 from anabranch.spec import ID_PATTERN
@@ -21,11 +21,20 @@ SCHEMA = 1
 OLDEST_SCHEMA = 1  # the previous one, once there is one
 ENVELOPE_LIMIT = 64 * 1024  # bytes
 
-Count = Annotated[int, Field(ge=0, le=2**53)]
+
+def _printable(text: str) -> str:
+    """Free text ends up in logs and terminals: no line breaks, no escape sequences."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+MOST_TOKENS = 2**53
+Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Tokens = Annotated[int, Field(ge=1, le=2**40)]  # of one contribution; sums of them must fit HINCRBY's 63 bits
+Figure = Annotated[int, Field(ge=0, le=2**48)]  # a cumulative ledger column of one worker
+Version = Annotated[int, Field(ge=-1, le=2**53)]  # -1: none
 Name = Annotated[str, Field(pattern=ID_PATTERN)]
-Label = Annotated[str, Field(max_length=200)]
-Text = Annotated[str, Field(max_length=1000)]
+Label = Annotated[str, Field(max_length=200), AfterValidator(_printable)]
+Text = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -58,9 +67,9 @@ class Claim(_Body):
 class Figures(_Body):
     """A worker's cumulative ledger columns for one fragment, in whole tokens."""
 
-    processed: Count
-    discarded: Count
-    pending: Count
+    processed: Figure
+    discarded: Figure
+    pending: Figure
 
 
 # --- a member's inbox: `contributions:<worker>` -----------------------------------------------------------
@@ -137,11 +146,11 @@ class Progress(Message):
     steps: Count
     step_s: Seconds  # exponential average of wall time from step to step; 0 before the second step
     loss: Loss = None
-    adopted: Annotated[list[int], Field(max_length=1024)]  # version per fragment, -1: none
-    held: Annotated[list[int], Field(max_length=1024)]  # tokens since the fragment was adopted
-    processed: Count
-    discarded: Annotated[list[int], Field(max_length=1024)]
-    pending: Annotated[list[int], Field(max_length=1024)]
+    adopted: Annotated[list[Version], Field(max_length=1024)]  # version per fragment, -1: none
+    held: Annotated[list[Figure], Field(max_length=1024)]  # tokens since the fragment was adopted
+    processed: Figure
+    discarded: Annotated[list[Figure], Field(max_length=1024)]
+    pending: Annotated[list[Figure], Field(max_length=1024)]
     read: Count  # number of the last broadcast entry accounted for
     train_s: Seconds = 0.0  # spent in training steps
     rest_s: Seconds = 0.0  # duty-cycle rest
@@ -149,7 +158,7 @@ class Progress(Message):
     bytes_sent: Count = 0
     device: Label = ""
     heldout_loss: Loss = None  # evaluator only
-    measured: Annotated[list[int], Field(max_length=1024)] = []  # versions heldout_loss was measured on
+    measured: Annotated[list[Version], Field(max_length=1024)] = []  # versions heldout_loss was measured on
     measured_tokens: Count = 0  # global tokens applied then
 
 
@@ -316,6 +325,15 @@ def encode(message: Message, run: str) -> bytes:
     return data
 
 
+def fits(message: Message, run: str) -> bool:
+    """Whether the envelope stays within the limit."""
+    try:
+        encode(message, run)
+    except OversizedMessage:
+        return False
+    return True
+
+
 def decode(data: bytes, run: str) -> Message:
     """Check size, envelope, schema version, run, then the body; raise a `MessageError` at the first fault."""
     if len(data) > ENVELOPE_LIMIT:
@@ -350,7 +368,7 @@ def unpack(data: bytes) -> Any:
     """The inverse of `pack` for trusted records; `MalformedMessage` if damaged."""
     try:
         return msgpack.unpackb(data, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise MalformedMessage(f"record of {len(data)} bytes is not msgpack: {error}") from None
 
 

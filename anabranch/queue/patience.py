@@ -8,14 +8,14 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import ResponseError
 
-from anabranch.queue.connection import OUTAGE
+from anabranch.queue.connection import OUTAGE, is_passing
 
 FIRST_S, LONGEST_S = 0.05, 2.0
 REPLY_S = 15.0  # a server that has not answered by then is out; blocking reads ask for far less
-#: What is worth waiting for: a lost connection, a silent server, a full one.
-STALL = (*OUTAGE, OutOfMemoryError)
+#: What may be worth waiting for; of a `ResponseError` only those that `is_passing`.
+STALL = (*OUTAGE, ResponseError)
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ async def persist(
             async with asyncio.timeout(timeout_s):
                 result = await action()
         except STALL as error:
+            if isinstance(error, ResponseError) and not is_passing(error):
+                raise
             if not failing:
                 log.warning("cannot %s: %s; trying again", what, str(error) or f"no answer in {timeout_s} s")
             failing = True

@@ -39,20 +39,20 @@ class Transaction:
 
     keys: Keys
     _names: list[str] = field(default_factory=list)
+    _indexes: dict[str, int] = field(default_factory=dict)
     _operations: list[Value] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._names = [self.keys.epoch, self.keys.state, self.keys.broadcast]
+        self._indexes = {name: position for position, name in enumerate(self._names, start=1)}  # Lua counts from 1
 
     def __bool__(self) -> bool:
         return bool(self._operations)
 
     def _add(self, name: str, key: str, *arguments: Value) -> None:
-        if key in self._names:
-            index = self._names.index(key) + 1
-        else:
+        if (index := self._indexes.get(key)) is None:
             self._names.append(key)
-            index = len(self._names)
+            index = self._indexes[key] = len(self._names)
         self._operations += [name, index, len(arguments), *arguments]
 
     # checks

@@ -45,6 +45,13 @@ class StreamReader:
     def forget(self, stream: str) -> None:
         self._cursors.pop(stream, None)
 
+    async def forget_damaged(self, redis: Redis) -> list[str]:
+        """Forget streams whose key is something else by now; one of those fails the read of all."""
+        damaged = [s for s in self._cursors if await redis.type(s) not in (b"stream", b"none")]
+        for stream in damaged:
+            self.forget(stream)
+        return damaged
+
     async def read(self, redis: Redis, block_ms: int | None) -> list[Entry]:
         """New entries of all streams; waits up to `block_ms` for the first (None: not at all)."""
         if not self._cursors:

@@ -31,6 +31,8 @@ class RunUrl:
             raise UrlError(
                 f"{_redact(text)!r}: scheme {parts.scheme!r} is not redis, rediss or unix; expected {_FORM}"
             )
+        if "@" in parts.query + parts.fragment or ("@" in parts.path and parts.scheme != "unix"):
+            raise UrlError(f"{_redact(text)!r}: write / as %2F, ? as %3F and # as %23 in a password")
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if unknown := sorted(set(options) - _OPTIONS):
             raise UrlError(

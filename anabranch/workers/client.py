@@ -14,24 +14,24 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from anabranch._version import VERSION
-from anabranch.errors import BlobMissing, MemberRefused, MessageError, PayloadError, UsageError
+from anabranch.errors import LayoutMismatch, MemberRefused, MessageError, UsageError
 from anabranch.loops import leaf, run_async
-from anabranch.merge.codecs import decode, encode, encoded_bytes
+from anabranch.merge.codecs import encode
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import check_server, connect
 from anabranch.queue.keys import SYNCHRONIZER, Keys
-from anabranch.queue.patience import REPLY_S, persist
+from anabranch.queue.patience import REPLY_S, STALL, persist
 from anabranch.queue.records import FragmentRecord, RunRecord, Snapshot, read_run, read_snapshot
 from anabranch.queue.streams import StreamReader, last_id
 from anabranch.queue.url import RunUrl
 from anabranch.spec import ID_PATTERN
 from anabranch.workers.adoption import POLICIES, ParameterStore
 from anabranch.workers.books import Books
+from anabranch.workers.fetching import Fetcher
 from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
 from anabranch.workers.outbox import Outbox, finite
 
@@ -45,6 +45,8 @@ log = logging.getLogger("anabranch.worker")
 LEAST_PROGRESS_S = 0.1  # reports are coalesced to 10 per second
 BLOCK_MS = 1000
 KNOCK_S = 0.25
+REFUSED_HEARTBEATS = 6.0  # how long a passing refusal is waited for
+LEAVE_S = 5.0
 LABEL_LIMIT = 200  # characters: what a message takes
 _REASON_LIMIT = 200
 _PROGRESS_KEPT = 16
@@ -122,7 +124,7 @@ class Client:
         self._bytes_before = 0  # sent by earlier incarnations of this process
         self._broadcast = StreamReader()
         self._number = 0  # of the last broadcast entry read
-        self._fetching: dict[int, asyncio.Task[None]] = {}
+        self._fetcher: Fetcher
         self._init_sent = 0  # incarnation that was asked for version 0 and answered
         self._leaving = False
         self._progress_due = asyncio.Event()
@@ -160,6 +162,8 @@ class Client:
         self._store, self._layout = store, layout
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                sizes = [fragment.size for fragment in layout.fragments]
+                self._fetcher = Fetcher(self.blobs, sizes, self._newest, self._deliver, self._tasks)
                 await self._register()
                 self._tasks.create_task(self._beat(), name="client: heart")
                 await self._follow()
@@ -185,10 +189,7 @@ class Client:
             device=identity.device,
             release=VERSION,
         )
-        inbox = self.keys.contributions(identity.name)
-        data = messages.encode(request, self.keys.run)
-        await self._persist(lambda: self._redis.xadd(inbox, {"m": data}), "register")
-        self.incarnation = await self._await_welcome()
+        self.incarnation = await self._await_welcome(request)
         self._open_outbox()
         await self._catch_up()
         self.joined.set()
@@ -196,17 +197,34 @@ class Client:
     async def _tail(self) -> bytes:
         return await last_id(self._redis, self.keys.broadcast)
 
-    async def _await_welcome(self) -> int:
+    async def _await_welcome(self, request: messages.Register) -> int:
+        """Register and knock until welcomed. A refusal that may pass is waited for a while: whoever was killed and
+        started again under its name has to outlive its former self."""
+        assert self.record is not None
+        patience_s = REFUSED_HEARTBEATS * self.record.spec.workers.heartbeat_s
+        started, asked_at = time.monotonic(), -patience_s
         while True:
+            if time.monotonic() - asked_at >= self.record.spec.workers.heartbeat_s:
+                await self._post(request)
+                asked_at = time.monotonic()
             await self._persist(lambda: self._redis.publish(self.keys.knock, self.identity.name), "knock")
             for _number, message in await self._persist(lambda: self._read(int(KNOCK_S * 1000)), "wait"):
-                if getattr(message, "nonce", None) != self._nonce:
-                    continue
-                if isinstance(message, messages.Welcome):
+                if isinstance(message, messages.Welcome) and message.nonce == self._nonce:
                     log.info("joined run %s as %s, incarnation %d", self.keys.run, message.name, message.incarnation)
                     return message.incarnation
-                if isinstance(message, messages.Refused):
-                    raise MemberRefused(f"run {self.keys.run!r} refused {self.identity.name!r}: {message.reason}")
+                if isinstance(message, messages.Refused) and message.nonce == self._nonce:
+                    if not message.retry or time.monotonic() - started > patience_s:
+                        await self._refused(message)
+                    log.debug("not let in yet: %s", message.reason)
+
+    async def _refused(self, message: messages.Refused) -> None:
+        """Raise what the synchronizer said, or better: which tensor is to blame."""
+        record = await self._persist(lambda: read_run(self._redis, self.keys), "read the run")
+        if record is not None and record.layout is not None:
+            difference = self._layout.first_difference(record.layout)
+            if difference is not None:
+                raise LayoutMismatch(f"this model is not the run's: {difference}")
+        raise MemberRefused(f"run {self.keys.run!r} refused {self.identity.name!r}: {message.reason}")
 
     def _new_learner(self) -> None:
         assert self.record is not None
@@ -263,7 +281,7 @@ class Client:
             case messages.Merged():
                 self.tokens = message.tokens
                 self._settle(message.verdicts)
-                self._fetch(FragmentRecord(message.version, message.claim), message.fragment)
+                self._fetcher.want(message.fragment, FragmentRecord(message.version, message.claim))
             case messages.Verdicts():
                 self._settle(message.verdicts)
             case messages.Resend() if message.incarnation == self.incarnation:
@@ -273,6 +291,8 @@ class Client:
                 self._answer_init()
             case messages.Born():
                 await self._catch_up()
+            case messages.Refused() if message.nonce == self._nonce:
+                await self._refused(message)
             case messages.Closed() if self.incarnation in message.incarnations and not self._leaving:
                 await self._come_back(message.reason)
             case messages.Pause() | messages.Resume():
@@ -317,7 +337,7 @@ class Client:
         if snapshot.asked_init == self.incarnation and not snapshot.fragments:
             self._answer_init()
         for fragment, record in enumerate(snapshot.fragments):
-            self._fetch(record, fragment)
+            self._fetcher.want(fragment, record)
         assert self._outbox is not None
         await self._outbox.send_all_again()
 
@@ -338,37 +358,15 @@ class Client:
 
     # --- payloads -----------------------------------------------------------------------------------------
 
-    def _fetch(self, record: FragmentRecord, fragment: int) -> None:
-        """Fetch a version for the next boundary; a fetch of an older one is given up."""
-        assert self._books is not None
-        if (running := self._fetching.pop(fragment, None)) is not None:
-            running.cancel()
-        self._fetching[fragment] = self._tasks.create_task(
-            self._fetch_version(record, fragment), name=f"client: fetch fragment {fragment}"
-        )
+    async def _newest(self, fragment: int) -> FragmentRecord | None:
+        snapshot = await self._persist(lambda: read_snapshot(self._redis, self.keys, self.incarnation), "read state")
+        if snapshot is None or fragment >= len(snapshot.fragments):
+            return None
+        return snapshot.fragments[fragment]
 
-    async def _fetch_version(self, record: FragmentRecord, fragment: int) -> None:
-        size = self._layout.fragments[fragment].size
-        while True:
-            claim = record.theta
-            try:
-                fetch = partial(self.blobs.get, claim, encoded_bytes("fp32", size))
-                data = await self._persist(fetch, "fetch a fragment", bounded=False)
-                break
-            except BlobMissing:  # superseded meanwhile: `state` names the newer one
-                snapshot = await self._persist(
-                    lambda: read_snapshot(self._redis, self.keys, self.incarnation), "read"
-                )
-                if snapshot is not None and fragment < len(snapshot.fragments):
-                    record = snapshot.fragments[fragment]
-                if record.theta == claim:  # not superseded but lost: the synchronizer uploads it again, or nobody
-                    await asyncio.sleep(KNOCK_S)
-            except PayloadError as error:
-                log.error("fragment %d, version %d: %s", fragment, record.version, error)
-                return
+    def _deliver(self, version: NewVersion) -> None:
         assert self.learner is not None
-        theta = decode("fp32", data, size)
-        self.learner.offer(NewVersion(fragment, record.version, record.theta.digest, theta))
+        self.learner.offer(version)
         self._on_change()
 
     def _answer_init(self) -> None:
@@ -389,11 +387,14 @@ class Client:
 
         layout = await upload(memoryview(messages.pack(self._layout.to_wire())), "msgpack")
         claims = [
-            await upload(encode("fp32", self._store.initial(fragment.index)), "fp32")
+            await upload(await asyncio.to_thread(self._initial, fragment.index), "fp32")
             for fragment in self._layout.fragments
         ]
         listed = await upload(memoryview(messages.pack([claim.model_dump() for claim in claims])), "msgpack")
         await self._post(messages.Init(incarnation=self.incarnation, layout=layout, fragments=listed))
+
+    def _initial(self, fragment: int) -> memoryview:
+        return encode("fp32", self._store.initial(fragment))
 
     def submit(self, learner: Learner, item: Outgoing | Refusal) -> None:
         """Hand over what `learner` gave. Call it in the I/O thread (`loop.call_soon_threadsafe`)."""
@@ -461,10 +462,12 @@ class Client:
         self._leaving = True
         figures = self._books.farewell()
         message = messages.Farewell(incarnation=self.incarnation, figures=figures, reason=reason[:_REASON_LIMIT])
-        await self._pulse.xadd(
-            self.keys.progress(self.identity.name), {"m": messages.encode(self._progress(), self.keys.run)}
-        )
-        await self._post(message)
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._report()
+                await self._post(message)
+        except STALL as error:
+            log.warning("no farewell: %s", str(error) or "the server does not answer")
 
     async def _persist(self, action: Callable[[], Awaitable[T]], what: str, *, bounded: bool = True) -> T:
         """`bounded` False: a payload, which bounds itself chunk by chunk."""

@@ -85,8 +85,9 @@ def load_task(task: TaskSpec, override: str | None = None) -> Task:
 
 def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     """Train until the run stops or `ending` is set."""
-    from anabranch.workers.client import read_run_record
+    from anabranch.workers.client import Identity, default_name, read_run_record
 
+    Identity(options.name or default_name(), options.label)  # a bad name is refused before anything is waited for
     if not 0 < options.duty <= 1:
         raise UsageError(f"--duty {options.duty}: a share of time above 0 and at most 1")
     spec = read_run_record(url).spec
@@ -124,15 +125,16 @@ def _train(
 
 def run_evaluator(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     """Measure held-out loss of the global model until the run stops or `ending` is set."""
-    from anabranch.workers.client import default_name, read_run_record
+    from anabranch.workers.client import Identity, default_name, read_run_record
     from anabranch.workers.evaluator import evaluate
     from anabranch.workers.session import Session
 
+    name = options.name or default_name().replace("worker", "evaluator")
+    Identity(name, options.label)
     spec = read_run_record(url).spec
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     task, model, device = _build(spec, options)
-    name = options.name or default_name().replace("worker", "evaluator")
     with Session(url, model, name=name, label=options.label, role="evaluator", device=device) as session:
         ending.joined = True
         evaluate(session, task, model, every_s=options.every_s, ending=ending)

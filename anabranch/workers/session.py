@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-from anabranch.errors import AnabranchError, LayoutMismatch, MemberRefused
+from anabranch.errors import LayoutMismatch, MemberRefused
 from anabranch.loops import run_async
 from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
@@ -172,8 +172,12 @@ class Session:
     def report_heldout(self, loss: float, versions: list[int], tokens: int) -> None:
         """Publish a held-out loss (nats per token) and what it was measured on."""
         vitals = self._client.vitals
-        vitals.measured, vitals.measured_tokens, vitals.heldout_loss = versions, tokens, loss
-        self._call_soon(self._client.progressed)
+
+        def publish() -> None:  # in the thread that reports, so that no heartbeat sees half of it
+            vitals.measured, vitals.measured_tokens, vitals.heldout_loss = versions, tokens, loss
+            self._client.progressed()
+
+        self._call_soon(publish)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -209,10 +213,7 @@ class Session:
     async def _leave(self, reason: str) -> None:
         assert self._closing is not None
         try:
-            async with asyncio.timeout(5.0):
-                await self._client.leave(reason)
-        except (TimeoutError, AnabranchError) as error:
-            log.warning("no farewell: %s", error)
+            await self._client.leave(reason)
         finally:
             self._closing.set()
 

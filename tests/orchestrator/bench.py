@@ -213,7 +213,7 @@ class Bench:
             "tokens": tokens,
             "steps": tokens // TOKENS,
             "loss": None,
-            "processed": puppet.processed,
+            "processed": max(puppet.processed, changes.get("tokens", tokens)),
             "discarded": puppet.discarded[fragment],
             "claim": claim(name),
             "entry": self.entry(),

@@ -455,7 +455,7 @@ class World:
             tokens=tokens,
             steps=1,
             loss=None,
-            processed=0,
+            processed=tokens,
             discarded=0,
             claim=claim(life.name),
             entry=entry,

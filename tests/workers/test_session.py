@@ -19,7 +19,7 @@ import torch
 import anabranch
 from anabranch.errors import LayoutMismatch, MemberRefused, ServerUnreachable, UsageError
 from anabranch.model import Float32, unflatten
-from anabranch.orchestrator.synchronizer import send_command
+from anabranch.queue.control import send_command
 from anabranch.spec import RunSpec
 from anabranch.workers.session import Session
 from tests.conftest import ServerFactory

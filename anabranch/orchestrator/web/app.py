@@ -19,9 +19,9 @@ from aiohttp import web
 
 from anabranch._version import VERSION
 from anabranch.errors import ServerError
-from anabranch.orchestrator.synchronizer import send_command
 from anabranch.orchestrator.view import ledger_rows, view
 from anabranch.queue.connection import OUTAGE, connect
+from anabranch.queue.control import send_command
 
 if TYPE_CHECKING:
     from anabranch.orchestrator.synchronizer import Synchronizer

@@ -1,0 +1,238 @@
+"""Where the training side and the I/O side of a worker meet: calls, versions, answers."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from anabranch.merge.codecs import Codec, decode
+from anabranch.merge.fragments import TensorSpec, plan_layout
+from anabranch.model import Float32
+from anabranch.queue.messages import Call
+from anabranch.workers.adoption import POLICIES
+from anabranch.workers.books import Books
+from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
+from anabranch.workers.synthetic import NumpyStore
+
+LAYOUT = plan_layout([TensorSpec("a", (3,)), TensorSpec("b", (3,))], 2)
+
+
+class Bench:
+    """A learner whose outgoing items are collected, on a clock the test moves."""
+
+    def __init__(self, codec: Codec = "fp32") -> None:
+        self.now = 0.0
+        self.store = NumpyStore(LAYOUT)
+        self.books = Books(2)
+        self.learner = Learner(self.store, POLICIES["overwrite"](), self.books, codec, clock=lambda: self.now)
+        self.sent: list[Outgoing | Refusal] = []
+
+    def offer(self, version: int, fragment: int = 0, *, digest: bytes = b"", value: float | None = None) -> None:
+        theta = np.full(3, version if value is None else value, np.float32)
+        self.learner.offer(NewVersion(fragment, version, digest or bytes([version]) * 32, theta))
+
+    def boundary(self, step_s: float = 0.0) -> list[int]:
+        return self.learner.boundary(1.5, self.sent.append, step_s)
+
+    def train(self, by: float = 0.25, tokens: int = 10) -> None:
+        for theta in self.store.theta:
+            theta -= np.float32(by)
+        self.books.step(tokens)
+
+    def hear(self, after_s: float, call: Call) -> Outgoing | None:
+        """A call for us arrives `after_s` later."""
+        self.now += after_s
+        self.learner.heard(call)
+        return self.learner.call(call)
+
+
+def call(base: int = 0, fragment: int = 0, number: int = 1) -> Call:
+    return Call(round=number, fragment=fragment, timeline="t", base=base, called=[1])
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Both fragments at version 0."""
+    bench = Bench()
+    bench.offer(0, 0)
+    bench.offer(0, 1)
+    assert bench.boundary() == [0, 1]
+    return bench
+
+
+def test_nothing_to_do_at_a_boundary(bench: Bench) -> None:
+    assert bench.boundary() == []
+    assert bench.sent == []
+
+
+def values(item: Outgoing | Refusal) -> Float32:
+    assert isinstance(item, Outgoing)
+    return decode("fp32", item.data, 3)
+
+
+def test_a_call_is_answered_at_the_next_boundary_with_base_minus_theta(bench: Bench) -> None:
+    bench.train(by=0.25)
+    assert bench.learner.call(call()) is None
+    assert bench.sent == []
+    bench.boundary()
+    [answer] = bench.sent
+    assert isinstance(answer, Outgoing)
+    np.testing.assert_array_equal(values(answer), np.full(3, 0.25, np.float32))
+    assert (answer.snapshot.base, answer.snapshot.tokens, answer.snapshot.steps) == (0, 10, 1)
+    assert answer.base_digest == bytes(32)
+    assert answer.loss == 1.5
+    assert answer.codec == "fp32"
+    assert not bench.books.has_outcome(0, 0)
+
+
+def test_a_call_is_answered_once(bench: Bench) -> None:
+    bench.train()
+    bench.learner.call(call())
+    bench.boundary()
+    bench.boundary()
+    assert len(bench.sent) == 1
+
+
+@pytest.mark.parametrize("codec", get_args(Codec))
+def test_the_answer_is_in_the_runs_codec(codec: Codec) -> None:
+    bench = Bench(codec)
+    bench.offer(0)
+    bench.boundary()
+    bench.train(by=0.5)
+    bench.learner.call(call())
+    bench.boundary()
+    [answer] = bench.sent
+    assert isinstance(answer, Outgoing)
+    assert answer.codec == codec
+    np.testing.assert_array_equal(decode(codec, answer.data, 3), np.full(3, 0.5, np.float32))
+
+
+def test_a_call_for_a_base_it_does_not_hold_yet_is_declined(bench: Bench) -> None:
+    bench.train()
+    bench.learner.call(call(base=3))
+    bench.boundary()
+    [answer] = bench.sent
+    assert isinstance(answer, Refusal)
+    assert answer.reason == "holds version 0 of fragment 0, asked for 3"
+
+
+def test_a_call_without_tokens_is_declined(bench: Bench) -> None:
+    bench.learner.call(call())
+    bench.boundary()
+    [answer] = bench.sent
+    assert isinstance(answer, Refusal)
+    assert "no tokens" in answer.reason
+
+
+def test_a_call_of_a_round_that_is_over_is_dropped(bench: Bench) -> None:
+    bench.offer(2)
+    bench.boundary()
+    bench.train()
+    bench.learner.call(call(base=1))
+    bench.boundary()
+    assert bench.sent == []
+
+
+def test_adoption_comes_before_the_answers(bench: Bench) -> None:
+    bench.train()
+    bench.learner.call(call(base=1))
+    bench.offer(1)
+    bench.boundary()
+    [answer] = bench.sent
+    assert isinstance(answer, Refusal)
+    assert "no tokens" in answer.reason, "it holds the base now, but nothing was trained on it"
+
+
+def test_a_version_overwrites_parameters_and_counters(bench: Bench) -> None:
+    bench.train()
+    bench.offer(1, value=7.0)
+    assert bench.boundary() == [0]
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 7.0))
+    assert bench.books.holds(0) == 0
+    assert bench.books.holds(1) == 10
+    assert bench.books.report()["discarded"] == [10, 0]
+
+
+def test_a_newer_version_replaces_one_that_waits(bench: Bench) -> None:
+    bench.offer(1)
+    bench.offer(2)
+    bench.boundary()
+    assert bench.books.version(0) == 2
+
+
+def test_an_older_version_does_not_replace_one_that_waits(bench: Bench) -> None:
+    bench.offer(2)
+    bench.offer(1)
+    bench.boundary()
+    assert bench.books.version(0) == 2
+
+
+def test_the_same_version_again_keeps_base_and_work(bench: Bench) -> None:
+    bench.train()
+    before = bench.store.theta[0].copy()
+    bench.offer(0)
+    assert bench.boundary() == []
+    np.testing.assert_array_equal(bench.store.theta[0], before)
+    assert bench.books.holds(0) == 10
+
+
+def test_the_same_version_with_other_bits_overwrites(bench: Bench) -> None:
+    bench.train()
+    bench.offer(0, digest=b"x" * 32, value=3.0)
+    assert bench.boundary() == [0]
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 3.0))
+
+
+# --- steps longer than the time between calls: answers from copies ----------------------------------------
+
+
+def slow(bench: Bench) -> None:
+    """Calls come every second, a step takes three: at the boundary all fragments fall due before the next."""
+    for number in range(4):
+        bench.now += 1.0
+        bench.learner.heard(call(base=9, fragment=number % 2))
+    bench.train(by=0.25)
+    bench.boundary(step_s=3.0)
+
+
+def test_a_slow_worker_answers_at_once_from_a_copy(bench: Bench) -> None:
+    slow(bench)
+    bench.train(by=0.25)  # the next step is under way
+    answer = bench.hear(1.0, call())
+    assert answer is not None
+    np.testing.assert_array_equal(values(answer), np.full(3, 0.25, np.float32))
+    assert answer.snapshot.tokens == 10, "what trained after the copy is not claimed"
+    assert answer.loss == 1.5
+    assert not bench.books.has_outcome(0, 0)
+
+
+def test_a_copy_answers_one_call_only(bench: Bench) -> None:
+    slow(bench)
+    assert bench.hear(1.0, call()) is not None
+    assert bench.hear(1.0, call(number=2)) is None
+    bench.boundary()
+    assert len(bench.sent) == 1
+
+
+def test_a_copy_of_another_base_is_not_sent(bench: Bench) -> None:
+    slow(bench)
+    assert bench.hear(1.0, call(base=1)) is None
+    bench.boundary()
+    assert isinstance(bench.sent[0], Refusal)
+
+
+def test_copies_do_not_outlive_the_next_boundary(bench: Bench) -> None:
+    slow(bench)
+    bench.boundary(step_s=0.0)
+    assert bench.hear(1.0, call()) is None
+
+
+def test_a_quick_worker_takes_no_copies(bench: Bench) -> None:
+    for number in range(4):
+        bench.now += 1.0
+        bench.learner.heard(call(base=9, fragment=number % 2))
+    bench.train()
+    bench.boundary(step_s=0.5)
+    assert bench.hear(1.0, call()) is None

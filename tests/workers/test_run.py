@@ -1,0 +1,144 @@
+"""The worker and evaluator processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.errors import SpecError, UsageError
+from anabranch.queue.url import RunUrl
+from anabranch.spec import TaskSpec
+from anabranch.workers.run import Ending, MemberOptions, load_task, run_evaluator, run_worker
+from anabranch.workers.tasks.gpt import GPTTask
+from tests.harness import bench, make_spec, process
+from tests.wait import wait_until
+
+NOWHERE = RunUrl.parse("redis://127.0.0.1:1/0")
+TINY = "tests.workers.test_run:TinyTask"
+
+
+class TinyBatch:
+    tokens = 4
+
+    def to(self, device: torch.device) -> TinyBatch:
+        return self
+
+
+class TinyTask:
+    """A task of one's own: a few numbers that shrink."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def build_model(self, device: torch.device | str = "cpu") -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def batches(self, seed: int, worker: str) -> Iterator[TinyBatch]:
+        while True:
+            yield TinyBatch()
+
+    def loss(self, model: torch.nn.Module, batch: TinyBatch) -> torch.Tensor:
+        result: torch.Tensor = model(torch.ones(2, 3)).square().mean()
+        return result
+
+    def heldout_batches(self) -> list[TinyBatch]:
+        return [TinyBatch()]
+
+    def learning_rate(self, global_tokens: int) -> float:
+        return 0.01
+
+
+def test_a_built_in_task_has_a_name() -> None:
+    assert isinstance(load_task(TaskSpec()), GPTTask)
+
+
+def test_a_task_of_ones_own_is_named_by_its_place_and_gets_the_options() -> None:
+    task: Any = load_task(TaskSpec(name=TINY, options={"a": 1}))
+    assert (type(task).__name__, task.options) == ("TinyTask", {"a": 1})
+
+
+def test_an_override_takes_the_runs_place() -> None:
+    assert type(load_task(TaskSpec(), TINY)).__name__ == "TinyTask"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gtp", r"task\.name = 'gtp': unknown; allowed: gpt, synthetic, or package\.module:Class"),
+        ("no.such.module:Task", "cannot be imported: No module named"),
+        ("tests.workers.test_run:Missing", "cannot be imported"),
+    ],
+)
+def test_a_task_that_cannot_be_had_is_named(name: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        load_task(TaskSpec(name=name))
+
+
+@pytest.mark.parametrize("duty", [0.0, -1.0, 1.5])
+def test_a_duty_cycle_is_a_share(duty: float) -> None:
+    with pytest.raises(UsageError, match="--duty"):
+        run_worker(NOWHERE, MemberOptions(duty=duty), Ending())
+
+
+@pytest.mark.parametrize("run", [run_worker, run_evaluator])
+@pytest.mark.parametrize(
+    "options", [MemberOptions(name="a b"), MemberOptions(name="_x"), MemberOptions(label="x" * 201)]
+)
+def test_a_bad_name_is_refused_before_anything_is_waited_for(run: Any, options: MemberOptions) -> None:
+    with pytest.raises(UsageError, match=r"--name|--label"):
+        run(NOWHERE, options, Ending())
+
+
+async def _ends_with(child: Any, status: int) -> None:
+    await wait_until(lambda: child.poll() is not None, "the process ended", timeout_s=20)
+    assert child.returncode == status
+
+
+@pytest.mark.slow
+async def test_a_worker_and_an_evaluator_take_part_until_the_run_stops(
+    run_url: str, run_name: str, tmp_path: Path
+) -> None:
+    spec = make_spec(run_name, task={"name": TINY, "options": {}}, workers={"heartbeat_s": 1.0})
+    async with bench(run_url, spec) as run:
+        environment = {"ANABRANCH_URL": run_url}
+        with (
+            process("worker", "--name", "w", "--duty", "0.5", environment=environment) as worker,
+            process("evaluator", "--name", "e", "--every-s", "0.1", environment=environment) as evaluator,
+        ):
+            await run.reach(2, timeout_s=40)
+            await wait_until(lambda: len(run.state.heldout) >= 2, "it is measured", timeout_s=20)
+            roles = {m.name: m.role for m in run.state.members.values()}
+            assert roles == {"w": "worker", "e": "evaluator"}
+            from anabranch.operate import command
+
+            await command(RunUrl.parse(run_url), "stop")
+            await _ends_with(worker, 0)
+            await _ends_with(evaluator, 0)
+        await wait_until(lambda: len(run.tape("gone")) == 2, "both said farewell")
+        assert run.state.counts.get("ledger mismatches", 0) == 0
+
+
+async def test_a_signal_is_a_farewell(run_url: str, run_name: str) -> None:
+    async with bench(run_url, make_spec(run_name)) as run:
+        with process("worker", "--name", "w", environment={"ANABRANCH_URL": run_url}) as worker:
+            await run.reach(1, timeout_s=20)
+            worker.send_signal(signal.SIGTERM)
+            await _ends_with(worker, 0)
+        await wait_until(lambda: bool(run.state.departed), "its books are closed")
+        assert run.tape("gone")[0]["reason"].startswith("w left")
+        assert run.state.departed[0].lost == 0
+
+
+def test_an_ending_remembers_the_signal() -> None:
+    ending = Ending()
+    assert not ending()
+    ending.reason = "SIGTERM"
+    assert ending()

@@ -1,0 +1,150 @@
+"""A torch model, fragment by fragment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.errors import UsageError
+from anabranch.merge.fragments import Layout
+from anabranch.model import Float32, layout_for
+from anabranch.spec import parse_spec
+from anabranch.workers.torch_store import TorchStore, shapes, trainable
+
+SPEC = parse_spec({"rounds": {"fragments": 2, "inner_steps": 4}})
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 2)).to(dtype)
+
+
+def store_of(model: torch.nn.Module) -> tuple[TorchStore, Layout]:
+    layout = layout_for(SPEC, shapes(model))
+    return TorchStore(model, layout), layout
+
+
+def random(size: int, seed: int = 1) -> Float32:
+    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def test_delta_is_base_minus_theta() -> None:
+    model = model_of()
+    store, layout = store_of(model)
+    theta = [random(fragment.size, fragment.index) for fragment in layout.fragments]
+    for fragment in layout.fragments:
+        store.load(fragment.index, theta[fragment.index])
+        np.testing.assert_array_equal(store.delta(fragment.index), np.zeros(fragment.size))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.25)
+    for fragment in layout.fragments:
+        live = store.initial(fragment.index)
+        np.testing.assert_array_equal(store.delta(fragment.index), theta[fragment.index] - live)
+        np.testing.assert_allclose(store.delta(fragment.index), 0.25, rtol=1e-5)
+
+
+def test_every_parameter_gets_its_own_part() -> None:
+    model = model_of()
+    store, layout = store_of(model)
+    named = dict(model.named_parameters())
+    for fragment in layout.fragments:
+        theta = random(fragment.size)
+        store.load(fragment.index, theta)
+        for tensor, start, stop in fragment.segments:
+            loaded = named[tensor.name].detach().numpy()
+            np.testing.assert_array_equal(loaded, theta[start:stop].reshape(tensor.shape))
+
+
+def test_loading_one_fragment_leaves_the_others_alone() -> None:
+    model = model_of()
+    store, layout = store_of(model)
+    before = store.initial(1)
+    store.load(0, random(layout.fragments[0].size))
+    np.testing.assert_array_equal(store.initial(1), before)
+
+
+def test_the_base_is_a_copy_of_what_was_loaded() -> None:
+    store, layout = store_of(model_of())
+    theta = random(layout.fragments[0].size)
+    theta.flags.writeable = False  # as it comes from the codec
+    store.load(0, theta)
+    store.delta(0)[:] = 9.0
+    np.testing.assert_array_equal(store.delta(0), np.zeros_like(theta))
+
+
+def test_a_delta_does_not_change_with_the_parameters() -> None:
+    model = model_of()
+    store, layout = store_of(model)
+    store.load(0, random(layout.fragments[0].size))
+    delta = store.delta(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    np.testing.assert_array_equal(delta, np.zeros_like(delta))
+
+
+def test_half_precision_parameters_travel_as_float32() -> None:
+    model = model_of(torch.bfloat16)
+    store, layout = store_of(model)
+    theta = random(layout.fragments[0].size)
+    store.load(0, theta)
+    assert next(model.parameters()).dtype == torch.bfloat16
+    rounded = torch.from_numpy(theta).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(store.initial(0), rounded)
+    np.testing.assert_array_equal(store.delta(0), theta - rounded)
+    assert store.delta(0).dtype == np.float32
+
+
+def test_a_transposed_parameter_is_taken_in_logical_order() -> None:
+    model = model_of()
+    weight = model.get_parameter("0.weight")
+    weight.data = torch.arange(15.0).reshape(3, 5).t()  # not contiguous
+    store, layout = store_of(model)
+    fragment = next(f for f in layout.fragments if any(t.name == "0.weight" for t in f.tensors))
+    start, stop = next((a, b) for t, a, b in fragment.segments if t.name == "0.weight")
+    np.testing.assert_array_equal(store.initial(fragment.index)[start:stop].reshape(5, 3), weight.detach().numpy())
+    theta = random(fragment.size)
+    store.load(fragment.index, theta)
+    np.testing.assert_array_equal(weight.detach().numpy(), theta[start:stop].reshape(5, 3))
+
+
+def test_a_shared_tensor_is_listed_once() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(7, 3)
+            self.head = torch.nn.Linear(3, 7, bias=False)
+            self.head.weight = self.embed.weight
+
+    assert shapes(Tied()) == [("embed.weight", (7, 3))]
+
+
+def test_frozen_parameters_stay_out() -> None:
+    model = model_of()
+    model.get_parameter("0.weight").requires_grad_(False)
+    assert "0.weight" not in dict(trainable(model))
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    model = model_of()
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match="requires_grad=True"):
+        shapes(model)
+
+
+def test_gradients_and_optimizer_state_are_kept() -> None:
+    model = model_of()
+    store, layout = store_of(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    gradient = model.get_parameter("0.weight").grad
+    assert gradient is not None
+    before = gradient.clone()
+    for fragment in layout.fragments:
+        store.load(fragment.index, random(fragment.size))
+    assert torch.equal(gradient, before)
+    assert model.get_parameter("0.weight").requires_grad
+    assert len(optimizer.state) == len(list(model.parameters()))
