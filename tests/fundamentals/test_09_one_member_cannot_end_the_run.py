@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Any
 
@@ -108,6 +109,22 @@ async def test_the_run_goes_on(run_url: str, run_name: str, attack: Any) -> None
         await _goes_on(run)
 
 
+def _gigantic(owner: str) -> tuple[bytes, list[dict[str, Any]]]:
+    """A model of half a terabyte that nobody has: only claimed."""
+    hashes = [bytes(32)] * 1024
+    claim = messages.Claim(
+        owner=owner,
+        id="ab",
+        bytes=2**39,
+        chunk_bytes=2**29,
+        codec="fp32",
+        hashes=hashes,
+        digest=hashlib.sha256(b"".join(hashes)).digest(),
+    )
+    tensors = [["a", [2**37], False], ["b", [2**37], False]]
+    return messages.pack({"tensors": tensors, "fragments": 2}), [claim.model_dump()] * 2
+
+
 @pytest.mark.parametrize("what", ["unhashable", "gigantic"])
 async def test_version_0_that_cannot_be_used_is_refused_and_the_next_one_asked(
     run_url: str, run_name: str, what: str
@@ -120,14 +137,10 @@ async def test_version_0_that_cannot_be_used_is_refused_and_the_next_one_asked(
         await run.post(attacker.name, request)
         await wait_until(lambda: run.state.asked_init == 1, "the attacker was asked")
         blobs = RedisBlobs(run_redis, keys)
-        junk = (
-            b"\x81\x91\x01\x01"
-            if what == "layout"
-            else messages.pack({"tensors": [["a", [2**37], False]], "fragments": 2})
-        )
-        layout = await blobs.put(attacker.name, memoryview(junk), "msgpack", 60.0)
-        listed = await blobs.put(attacker.name, memoryview(messages.pack([])), "msgpack", 60.0)
-        await run.post(attacker.name, messages.Init(incarnation=1, layout=layout, fragments=listed))
+        layout, claims = (b"\x81\x91\x01\x01", []) if what == "unhashable" else _gigantic(attacker.name)
+        layout_claim = await blobs.put(attacker.name, memoryview(layout), "msgpack", 60.0)
+        listed = await blobs.put(attacker.name, memoryview(messages.pack(claims)), "msgpack", 60.0)
+        await run.post(attacker.name, messages.Init(incarnation=1, layout=layout_claim, fragments=listed))
         await wait_until(lambda: bool(run.tape("refused")), "it was refused")
         run.add("honest", Pace(step_s=0.005))
         await run.reach(1)

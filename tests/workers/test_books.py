@@ -229,3 +229,11 @@ def test_reports_carry_the_newest_broadcast_number(books: Books) -> None:
     books.read(7)
     books.read(5)
     assert books.report()["read"] == 7
+
+
+def test_the_first_outcome_stands(books: Books) -> None:
+    books.step(10)
+    send(books)
+    books.outcome(verdict(0, 10))
+    books.outcome(verdict(0, 4))
+    assert figures(books) == (10, 0, 0)
