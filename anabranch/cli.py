@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from anabranch._version import VERSION
-from anabranch.errors import AnabranchError, UsageError
+from anabranch.errors import AnabranchError, ServerError, UsageError
 from anabranch.loops import leaf, run_async
 from anabranch.queue.url import RunUrl
 
@@ -148,7 +148,15 @@ def up(
             async with bring_up(options, None if stored else settings, name) as running:
                 typer.echo(f"run directory: {directory}\nstatus page:   {running.page}")
                 typer.echo(f"join with:     ANABRANCH_URL='{reachable_url(running.url, host)}' anabranch worker")
-                await _first_of(ending, running.task, running.synchronizer.stopped)
+                dead = asyncio.create_task(running.server.wait_dead(), name="cli: watch the server")
+                try:
+                    await _first_of(ending, running.synchronizer.stopped, running.task, dead)
+                    if dead.done():
+                        raise ServerError(
+                            f"the embedded server ended by itself; its log says:\n{running.server.log_tail()}"
+                        )
+                finally:
+                    dead.cancel()
 
     run_async(run())
 
@@ -189,9 +197,9 @@ def orchestrator(
                 if page:
                     async with serve_page(synchronizer, PageOptions(page_host, page_port, token)) as address:
                         typer.echo(f"status page: {address}")
-                        await _first_of(ending, task, synchronizer.stopped)
+                        await _first_of(ending, synchronizer.stopped, task)
                 else:
-                    await _first_of(ending, task, synchronizer.stopped)
+                    await _first_of(ending, synchronizer.stopped, task)
             finally:
                 synchronizer.end()
                 await task
@@ -324,11 +332,11 @@ def _command(url: str, action: str, **details: Any) -> None:
     typer.echo(f"{action}: sent to run {parsed.run}")
 
 
-async def _first_of(ending: asyncio.Event, task: asyncio.Task[None], stopped: asyncio.Event) -> None:
-    """Until a signal, the end of the synchronizer, or a stop of the run."""
+async def _first_of(ending: asyncio.Event, stopped: asyncio.Event, *works: asyncio.Future[Any]) -> None:
+    """Until a signal, a stop of the run, or the end of one of `works`."""
     waits = [asyncio.create_task(event.wait(), name="cli: wait") for event in (ending, stopped)]
     try:
-        await asyncio.wait([task, *waits], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*works, *waits], return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
             wait.cancel()

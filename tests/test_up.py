@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from typer.testing import CliRunner
 
 from anabranch.cli import app
@@ -254,3 +255,16 @@ def test_the_address_for_others_is_not_the_loopback() -> None:
     assert shown.run == "r"
     assert ":pw@" in shown.server
     assert shown.server.endswith(":7000/0")
+
+
+def _server_pid(running: Running) -> int:
+    with redis.Redis.from_url(RunUrl.parse(running.url).server) as client:
+        info: Any = client.info("server")
+        return int(info["process_id"])
+
+
+def test_it_says_so_when_its_server_dies(tmp_path: Path, spec: Path) -> None:
+    with up(tmp_path / "run", "--name", "mine", "--spec", str(spec)) as running:
+        os.kill(_server_pid(running), signal.SIGKILL)
+        assert running.child.wait(timeout=20) == 2
+        assert "the embedded server ended by itself" in running.log.read_text()

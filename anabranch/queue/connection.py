@@ -57,7 +57,8 @@ async def check_server(redis: Redis, url: RunUrl) -> dict[str, Any]:
     except AuthenticationError as error:
         raise ServerUnreachable(f"{url.redacted}: {error}; put user:password@ before the host") from None
     except (RedisError, OSError) as error:
-        raise ServerUnreachable(f"{url.redacted}: {error}; is the server running, and the address right?") from None
+        said = str(error) or f"no answer in {CONNECT_S:.0f} s"
+        raise ServerUnreachable(f"{url.redacted}: {said}; is the server running, and the address right?") from None
     judge_server(info, url.redacted)
     return info
 

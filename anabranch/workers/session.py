@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-from anabranch.errors import LayoutMismatch, MemberRefused
+from anabranch.errors import LayoutMismatch, MemberRefused, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
@@ -83,6 +83,8 @@ class Session:
             self._wake.wait(JOIN_POLL_S)
             self._wake.clear()
             self._check()
+            if self._thread is None:
+                raise UsageError("the session was closed before it had joined the run")
             self._boundary()
         self._began = self._last = time.monotonic()
         return self
@@ -191,15 +193,9 @@ class Session:
             self._wake.set()
 
     async def _serve(self) -> None:
-        self._closing = asyncio.Event()
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         async with AsyncExitStack() as stack:
-            record = await self._client.open(stack)
-            layout = layout_for(record.spec, shapes(self._model))
-            if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
-                raise LayoutMismatch(f"this model is not the run's: {difference}")
-            store = TorchStore(self._model, layout)
-            self._loop = asyncio.get_running_loop()
-            serving = asyncio.create_task(self._client.serve(store, layout), name="session: serve")
+            serving = asyncio.create_task(self._take_part(stack), name="session: serve")
             closing = asyncio.create_task(self._closing.wait(), name="session: wait for close")
             done, pending = await asyncio.wait({serving, closing}, return_when=asyncio.FIRST_COMPLETED)
             if closing not in done and self._client.stopped is not None:
@@ -209,6 +205,13 @@ class Session:
             await asyncio.gather(*pending, return_exceptions=True)
             if serving in done:
                 serving.result()
+
+    async def _take_part(self, stack: AsyncExitStack) -> None:
+        record = await self._client.open(stack)
+        layout = layout_for(record.spec, shapes(self._model))
+        if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
+            raise LayoutMismatch(f"this model is not the run's: {difference}")
+        await self._client.serve(TorchStore(self._model, layout), layout)
 
     async def _leave(self, reason: str) -> None:
         assert self._closing is not None

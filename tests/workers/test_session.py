@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +25,7 @@ from anabranch.spec import RunSpec
 from anabranch.workers.session import Session
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec
-from tests.wait import wait_until
+from tests.wait import wait_until, wait_until_sync
 
 TOKENS = 8
 
@@ -327,3 +328,15 @@ async def test_closing_books_every_token(run_url: str, run_name: str) -> None:
         assert books.lost == 0
         assert books.processed == pytest.approx(books.applied + books.rejected + books.discarded)
         assert books.applied > 0
+
+
+def test_closing_while_no_run_has_begun_ends_at_once(run_url: str) -> None:
+    session = Session(run_url, torch.nn.Linear(2, 2), name="early")
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(session.start)
+        wait_until_sync(lambda: session._loop is not None, "the background thread waits for the run")
+        thread = session._thread
+        session.close()
+        assert thread is not None
+        assert not thread.is_alive()
+        assert isinstance(starting.exception(timeout=10), UsageError)
