@@ -265,6 +265,7 @@ def _server_pid(running: Running) -> int:
 
 def test_it_says_so_when_its_server_dies(tmp_path: Path, spec: Path) -> None:
     with up(tmp_path / "run", "--name", "mine", "--spec", str(spec)) as running:
+        wait_until_sync(lambda: running.status()["leader"], "the synchronizer leads", timeout_s=20)
         os.kill(_server_pid(running), signal.SIGKILL)
         assert running.child.wait(timeout=20) == 2
         assert "the embedded server ended by itself" in running.log.read_text()

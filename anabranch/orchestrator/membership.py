@@ -233,12 +233,16 @@ def check_books(state: State, member: Member) -> Iterator[Instruction]:
         noted = member.imbalances.get(index, 0)
         member.imbalances[index] = difference
         if difference and difference != noted:
-            state.count("ledger mismatches")
-            yield Note(
-                f"ledger of {member.name}, fragment {index}: {difference} of {member.processed} tokens missing",
-                "ledger mismatch",
-                {**_who(member), "fragment": index, "difference": difference},
-            )
+            yield _mismatch(state, member, index, difference)
+
+
+def _mismatch(state: State, member: Member, fragment: int, difference: int) -> Note:
+    state.count("ledger mismatches")
+    return Note(
+        f"ledger of {member.name}, fragment {fragment}: {difference} of {member.processed} tokens missing",
+        "ledger mismatch",
+        {**_who(member), "fragment": fragment, "difference": difference},
+    )
 
 
 def leave(state: State, event: Left) -> Iterator[Instruction]:
@@ -288,6 +292,8 @@ def _close(state: State, member: Member) -> Iterator[Instruction]:
         if lost > 0:
             member.account.add("lost", index, lost)
             yield Book("its incarnation ended", member.incarnation, index, "lost", lost)
+        elif lost < 0:  # more was booked than it ever trained
+            yield _mismatch(state, member, index, lost)
     sizes = state.sizes
     account = member.account
     final = Departed(

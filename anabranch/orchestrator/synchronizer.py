@@ -107,37 +107,33 @@ class Synchronizer:
             stack.callback(self.tape.close)
             self._writer = FencedWriter(self._redis, self.keys, self.owner)
             lease_s = self._spec.leader.lease_s if self._spec is not None else RunSpec().leader.lease_s
-            if not await self._unless_ending(self._lead(lease_s)):
+            if not await self._lead_unless_ending(lease_s):
                 return
             stack.push_async_callback(self._release)
-            await self._unless_ending(self._load())
-            if self.core is None:
-                return
-            assert self.vault is not None
-            stack.callback(self.vault.close)
             try:
                 async with asyncio.TaskGroup() as self._tasks:
+                    self._spawn(self._watch_end(), "watch for the end")
+                    self._spawn(self._keep_lease(lease_s), "keep lease")  # loading a large model outlasts it
+                    await self._load(stack)
                     self._spawn(self._act(), "act")
                     self._spawn(self._read(), "read streams")
                     self._spawn(self._listen(stack), "listen for knocks")
-                    self._spawn(self._keep_lease(), "keep lease")
                     self._spawn(self._keep_checkpoints(), "keep checkpoints")
-                    self._spawn(self._watch_end(), "watch for the end")
             except BaseExceptionGroup as group:
                 if not isinstance(leaf(group), _Ended):
                     raise leaf(group) from group
 
-    async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Await `work`; None if `end` was called first (an outage must not hold up the end)."""
-        task = asyncio.create_task(work, name="synchronizer: begin")
+    async def _lead_unless_ending(self, lease_s: float) -> bool:
+        """Whether we lead; False if `end` was called first (a standby's outage must not hold up its end)."""
+        leading = asyncio.create_task(self._lead(lease_s), name="synchronizer: take the lease")
         ending = asyncio.create_task(self._ending.wait(), name="synchronizer: watch for the end")
         try:
-            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
+            await asyncio.wait({leading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return leading.done() and leading.result()
         finally:
-            for one in (task, ending):
-                one.cancel()
-            await asyncio.gather(task, ending, return_exceptions=True)
+            for task in (leading, ending):
+                task.cancel()
+            await asyncio.gather(leading, ending, return_exceptions=True)
 
     def end(self) -> None:
         """Ask `run` to return. What was decided but not stored is decided again by whoever leads next."""
@@ -149,7 +145,7 @@ class Synchronizer:
         return redis
 
     async def _lead(self, lease_s: float) -> bool:
-        while not self._ending.is_set():
+        while True:
             holder = await self._persist(lambda: self._writer.acquire(lease_s), "take the lease")
             if holder is None:
                 self.standby_for = None
@@ -158,16 +154,14 @@ class Synchronizer:
             if self.standby_for != holder:
                 log.info("standby: run %s is led by %s", self.keys.run, holder)
                 self.standby_for = holder
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), min(1.0, lease_s / 4))
-        return False
+            await asyncio.sleep(min(1.0, lease_s / 4))
 
     async def _release(self) -> None:
         with suppress(Fenced, *OUTAGE):
             async with asyncio.timeout(RELEASE_S):
                 await self._writer.renew(0)
 
-    async def _load(self) -> None:
+    async def _load(self, stack: AsyncExitStack) -> None:
         now = self.clock.tick()
         timeline = f"0-{secrets.token_hex(4)}"
         core, record = await self._persist(
@@ -177,6 +171,7 @@ class Synchronizer:
         self._check_no_birth_over(core)
         blobs = RedisBlobs(self._redis, self.keys)
         self.vault = Vault(core.state.spec, blobs)
+        stack.callback(self.vault.close)
         if core.state.born:
             assert record.layout is not None
             vault, layout = self.vault, record.layout
@@ -464,12 +459,12 @@ class Synchronizer:
 
     # --- lease --------------------------------------------------------------------------------
 
-    async def _keep_lease(self) -> None:
-        assert self.core is not None
-        lease_s = self.core.state.spec.leader.lease_s
+    async def _keep_lease(self, lease_s: float) -> None:
         while True:
             await asyncio.sleep(lease_s / 3)
-            await self._persist(lambda: self._writer.renew(lease_s), "renew the lease")
+            if self.core is not None:  # the stored run may say another
+                lease_s = self.core.state.spec.leader.lease_s
+            await self._persist(partial(self._writer.renew, lease_s), "renew the lease")
 
     async def _persist(
         self, action: Callable[[], Awaitable[T]], what: str, *, reading: bool = False, bounded: bool = True

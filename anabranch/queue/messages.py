@@ -9,7 +9,7 @@ Tensors never travel here: a message carries a `Claim` (a claim check) for chunk
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -266,13 +266,6 @@ class Resend(Message):
     base: Count
 
 
-class Lease(Message):
-    """A new leader."""
-
-    type = "lease"
-    epoch: Count
-
-
 class Setting(Message):
     """A mutable setting changed."""
 
@@ -313,7 +306,6 @@ def _all_messages(base: type[Message]) -> dict[str, type[Message]]:
 
 
 TYPES = _all_messages(Message)
-M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message, run: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anabranch.workers.synthetic import Pace
-from tests.harness import bench, make_spec
+from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
 
 ROUNDS = {"fragments": 4, "inner_steps": 24, "grace_cap_s": 0.02, "grace_factor": 1.0}
@@ -13,8 +13,8 @@ async def test_a_slow_worker_takes_part(run_url: str, run_name: str) -> None:
     async with bench(run_url, make_spec(run_name, rounds=ROUNDS)) as run:
         run.add("fast", Pace(step_s=0.02))
         slow = run.add("slow", Pace(step_s=0.2))  # a round opens about every 6 × 0.02 s
-        await wait_until(lambda: _called(run.synchronizer, slow.client.incarnation) >= 12, "slow was called", 40)
-        called, merged = _called(run.synchronizer, slow.client.incarnation), 0
+        await wait_until(lambda: _called(run, slow.client.incarnation) >= 12, "slow was called", 40)
+        called, merged = _called(run, slow.client.incarnation), 0
         for event in run.tape("merged"):
             merged += any(weight[0] == slow.client.incarnation for weight in event["weights"])
         # Waiting for its next boundary, it would reach a window of 0.02 s once in ten times.
@@ -23,8 +23,8 @@ async def test_a_slow_worker_takes_part(run_url: str, run_name: str) -> None:
         assert run.state.counts.get("ledger mismatches", 0) == 0
 
 
-def _called(synchronizer: object, incarnation: int) -> int:
-    return sum(incarnation in e["called"] for e in synchronizer.tape.recent if e["kind"] == "opened")  # type: ignore[attr-defined]
+def _called(run: Bench, incarnation: int) -> int:
+    return sum(incarnation in event["called"] for event in run.tape("opened"))
 
 
 async def test_a_step_longer_than_h_paced_steps_is_shown_and_not_waited_for(run_url: str, run_name: str) -> None:

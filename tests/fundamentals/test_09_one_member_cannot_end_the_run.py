@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from anabranch.model import unflatten
+from anabranch.orchestrator.vault import Vault
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs, make_claim
 from anabranch.workers.client import Client
-from anabranch.workers.synthetic import NumpyStore, Pace
+from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions
 from tests.fundamentals.test_03_hostile import Attacker
 from tests.harness import Bench, bench, make_spec, send_everything_twice
 from tests.wait import wait_until
@@ -199,13 +204,29 @@ async def test_whoever_brought_another_layout_before_birth_cannot_stay(run_url: 
         assert not any(m.name == "other" and m.live for m in run.state.members.values())
 
 
-async def test_weights_from_a_file_cannot_be_overtaken(run_url: str, run_name: str) -> None:
-    async with bench(run_url, make_spec(run_name)) as run:
-        assert run.synchronizer.core is not None
-        run.state.init_given = True  # as with --init, before the file is read
-        run.add("eager", Pace(step_s=0.005))
-        await wait_until(lambda: bool(run.state.members), "it has joined")
-        assert run.state.asked_init == 0
+async def test_weights_from_a_file_cannot_be_overtaken(
+    run_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(run_name)
+    layout = SyntheticOptions.parse(spec.task.options).layout(spec)
+    weights = NumpyStore(layout, seed=3)
+    path = tmp_path / "weights.safetensors"
+    save_file(unflatten(layout, weights.theta), path)
+    gate, take_file = asyncio.Event(), Vault.take_file
+
+    async def slowly(vault: Vault, source: Path) -> Any:
+        await gate.wait()
+        return await take_file(vault, source)
+
+    monkeypatch.setattr(Vault, "take_file", slowly)
+    async with bench(run_url, spec, init=path) as run:
+        eager = run.add("eager", Pace(step_s=0.005, steps=0))
+        await wait_until(eager.client.joined.is_set, "a worker is there before the file is read")
+        assert not run.tape("init asked")
+        gate.set()
+        await run.reach(0)
+        for p in range(2):
+            np.testing.assert_array_equal(run.theta(p), weights.theta[p])
 
 
 async def test_a_killed_worker_started_again_at_once_outlives_its_former_self(run_url: str, run_name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -14,26 +13,12 @@ from redis.asyncio import Redis
 from anabranch.errors import BlobCorrupt, BlobMissing
 from anabranch.queue import blobs as module
 from anabranch.queue.blobs import RedisBlobs, check_claim, make_claim
-from anabranch.queue.connection import connect
 from anabranch.queue.keys import Keys
 from anabranch.queue.messages import Claim, Stop, encode
 from anabranch.queue.scripts import chunk_keys
-from anabranch.queue.url import RunUrl
 
 CHUNK = 256
 TTL_S = 60.0
-
-
-@pytest.fixture
-async def redis(run_url: str) -> AsyncIterator[Redis]:
-    client = connect(RunUrl.parse(run_url), name="test")
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
-def keys(run_name: str) -> Keys:
-    return Keys(run_name)
 
 
 @pytest.fixture

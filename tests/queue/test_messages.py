@@ -80,7 +80,6 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "verdicts": {"verdicts": st.lists(verdict, max_size=3)},
     "abandoned": {"round": count, "fragment": count, "base": count, "reason": text},
     "resend": {"incarnation": count, "fragment": count, "base": count},
-    "lease": {"epoch": count},
     "set": {"key": text, "value": value},
     "pause": {},
     "resume": {},

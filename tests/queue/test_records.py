@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from redis.asyncio import Redis
 from anabranch.errors import MalformedMessage
 from anabranch.model import layout_for
 from anabranch.queue.blobs import make_claim
-from anabranch.queue.connection import connect
 from anabranch.queue.keys import Keys
 from anabranch.queue.messages import pack
 from anabranch.queue.records import RunRecord, pack_fragment, read_run, read_snapshot, unpack_fragment
-from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
 from anabranch.workers.synthetic import Pace
 from tests.harness import bench, make_spec
@@ -23,13 +20,6 @@ from tests.wait import wait_until
 
 CLAIM = make_claim("_", memoryview(b"theta"), "fp32")
 OTHER = make_claim("_", memoryview(b"momentum"), "fp32")
-
-
-@pytest.fixture
-async def redis(run_url: str) -> AsyncIterator[Redis]:
-    client = connect(RunUrl.parse(run_url), name="test")
-    yield client
-    await client.aclose()
 
 
 @pytest.mark.parametrize("born", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,18 +26,6 @@ KEPT = make_claim("_", memoryview(b"for ever"), "fp32", "bb")
 GONE = make_claim("_", memoryview(b"nowhere"), "fp32", "cc")
 
 Fill = Callable[[Transaction], None]
-
-
-@pytest.fixture
-async def redis(run_url: str) -> AsyncIterator[Redis]:
-    client = connect(RunUrl.parse(run_url), name="test")
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
-def keys(run_name: str) -> Keys:
-    return Keys(run_name)
 
 
 @pytest.fixture

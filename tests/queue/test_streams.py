@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
 
-from anabranch.queue.connection import connect
 from anabranch.queue.keys import Keys
 from anabranch.queue.streams import START, StreamReader, last_id, order
-from anabranch.queue.url import RunUrl
 from tests.wait import wait_until
-
-
-@pytest.fixture
-async def redis(run_url: str) -> AsyncIterator[Redis]:
-    client = connect(RunUrl.parse(run_url), name="test")
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
