@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test soak lint format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what each target does
@@ -24,6 +24,9 @@ demo: $(STAMP)  ## three unequal workers train one model on this machine for two
 test: $(STAMP)  ## the whole test suite, with a real server, real processes and a real browser
 	$(BIN)/python -m tests.tools --install
 	$(BIN)/python -m pytest -q
+
+soak: $(STAMP)  ## the promises' long forms (10 minutes); writes docs/results/*.json, or into ANABRANCH_RESULTS
+	$(BIN)/python -m pytest -q -s -m soak tests/promises
 
 lint: $(STAMP)  ## ruff and strict type checking
 	$(BIN)/ruff check .

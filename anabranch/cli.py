@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -49,6 +49,18 @@ Name = Annotated[str | None, typer.Option(help="this member's name in the run; m
 Label = Annotated[str, typer.Option(help="free text for the status page")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, xpu")]
 Threads = Annotated[int | None, typer.Option(help="torch threads; 1 by default on cpu", min=1)]
+CheckpointPath = Annotated[
+    str,
+    typer.Argument(
+        help="a checkpoint, or a run directory (its newest one): a folder or an fsspec URL", metavar="CHECKPOINT"
+    ),
+]
+Init = Annotated[Path | None, typer.Option(help="safetensors file with the initial weights")]
+Checkpoints = Annotated[
+    str | None,
+    typer.Option(help="where checkpoints are kept: a folder or an fsspec URL (s3://bucket/run); by default in --dir"),
+]
+DrainS = Annotated[float, typer.Option("--drain-s", help="seconds to finish what is in flight at SIGTERM", min=0.0)]
 Directory = Annotated[Path, typer.Option("--dir", help="run directory (mode 0700)")]
 
 
@@ -129,7 +141,9 @@ def up(
     ] = None,
     page_host: PageHost = "127.0.0.1",
     page_port: PagePort = 0,
-    init: Annotated[Path | None, typer.Option(help="safetensors file with the initial weights")] = None,
+    init: Init = None,
+    checkpoints: Checkpoints = None,
+    drain_s: DrainS = 10.0,
     print_config: PrintConfig = False,
 ) -> None:
     """Start (or continue) a run here: embedded server, synchronizer and status page."""
@@ -138,7 +152,7 @@ def up(
     from anabranch.orchestrator.web.app import PageOptions
     from anabranch.up import UpOptions, bring_up, reachable_url
 
-    options = UpOptions(directory, host, port, PageOptions(page_host, page_port), init)
+    options = UpOptions(directory, host, port, PageOptions(page_host, page_port), init, checkpoints, drain_s)
     fresh = spec is not None or bool(overrides)
 
     async def run() -> None:
@@ -170,7 +184,9 @@ def orchestrator(
     page_host: PageHost = "127.0.0.1",
     page_port: PagePort = 8765,
     page: Annotated[bool, typer.Option(help="serve the status page")] = True,
-    init: Annotated[Path | None, typer.Option(help="safetensors file with the initial weights")] = None,
+    init: Init = None,
+    checkpoints: Checkpoints = None,
+    drain_s: DrainS = 10.0,
     print_config: PrintConfig = False,
 ) -> None:
     """Run the synchronizer (and its status page) against a Redis or Valkey server of yours."""
@@ -190,6 +206,7 @@ def orchestrator(
             settings if spec is not None or overrides else None,
             directory=folder.path if folder is not None else None,
             init=init,
+            checkpoints=checkpoints,
         )
         with ending_on_signals(asyncio.get_running_loop(), ending):
             task = asyncio.create_task(synchronizer.run(), name="synchronizer")
@@ -201,7 +218,7 @@ def orchestrator(
                 else:
                     await _first_of(ending, synchronizer.stopped, task)
             finally:
-                synchronizer.end()
+                synchronizer.end(drain_s)
                 await task
 
     run_async(run())
@@ -218,11 +235,12 @@ def worker(
     task: Annotated[
         str | None, typer.Option(help="package.module:Class instead of the run's task; or synthetic")
     ] = None,
+    drain_s: DrainS = 10.0,
 ) -> None:
     """Join a run and train."""
     from anabranch.workers.run import Ending, MemberOptions, run_worker
 
-    ending = Ending()
+    ending = Ending(drain_s)
     ending.install()
     run_worker(RunUrl.parse(url), MemberOptions(name, label, device, threads, duty, task=task), ending)
 
@@ -236,11 +254,12 @@ def evaluator(
     threads: Threads = None,
     every_s: Annotated[float, typer.Option(help="seconds between two measurements", min=0.1)] = 5.0,
     task: Annotated[str | None, typer.Option(help="package.module:Class instead of the run's task")] = None,
+    drain_s: DrainS = 10.0,
 ) -> None:
     """Join a run without contributing: measure held-out loss of the global model."""
     from anabranch.workers.run import Ending, MemberOptions, run_evaluator
 
-    ending = Ending()
+    ending = Ending(drain_s)
     ending.install()
     options = MemberOptions(name, label, device, threads, every_s=every_s, task=task)
     run_evaluator(RunUrl.parse(url), options, ending)
@@ -283,6 +302,20 @@ def checkpoint(url: Url) -> None:
     _command(url, "checkpoint")
 
 
+@app.command()
+def restore(
+    where: Annotated[
+        str, typer.Argument(help="a checkpoint, a run directory (its newest one), or a URL", metavar="CHECKPOINT")
+    ],
+    url: Url,
+    force: Annotated[bool, typer.Option(help="also where the server holds a model of this run")] = False,
+) -> None:
+    """Put a checkpoint in the place of what the server holds of a run; continue it with `orchestrator`."""
+    from anabranch.orchestrator.restore import restore as put
+
+    typer.echo(run_async(put(RunUrl.parse(url), where, force=force)))
+
+
 @app.command(name="set")
 def set_(
     url: Url, setting: Annotated[str, typer.Argument(help="for example rounds.quorum=2", metavar="KEY=VALUE")]
@@ -300,9 +333,7 @@ def set_(
 
 @app.command()
 def sample(
-    directory: Annotated[
-        Path, typer.Argument(help="a checkpoint, or a run directory (its newest one)", metavar="CHECKPOINT")
-    ],
+    where: CheckpointPath,
     prompt: Annotated[str, typer.Option(help="text to continue")] = "def ",
     length: Annotated[int, typer.Option("--bytes", help="bytes to generate", min=1, max=65536)] = 400,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.8,
@@ -311,7 +342,28 @@ def sample(
     """Let a checkpointed model write a few lines."""
     from anabranch.workers.sample import sample_checkpoint
 
-    typer.echo(sample_checkpoint(directory, prompt, length, temperature, seed))
+    typer.echo(sample_checkpoint(where, prompt, length, temperature, seed))
+
+
+@app.command()
+def export(
+    where: CheckpointPath,
+    out: Annotated[Path, typer.Argument(help="the folder to write: new, or empty", metavar="OUT")],
+    format_: Annotated[
+        Literal["hf", "safetensors"],
+        typer.Option("--format", help="hf: for transformers' from_pretrained; safetensors: tensors only"),
+    ] = "hf",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="config.json, or a folder with one (its tokenizer comes along); else task.options.model"),
+    ] = None,
+    max_shard_mb: Annotated[int, typer.Option(help="largest file, in 10⁶ bytes", min=1)] = 5000,
+) -> None:
+    """Write a checkpoint's model as a folder that other programs load."""
+    from anabranch.workers.export import ExportOptions, export_checkpoint
+
+    written = export_checkpoint(where, out, ExportOptions(format_, config, max_shard_mb))
+    typer.echo(f"{out}: {', '.join(written)}")
 
 
 def _settings(spec: Path | None, overrides: list[str] | None, run: str, print_config: bool) -> Any:

@@ -20,7 +20,9 @@ allowed and what to do next::
     │   └── UnusablePayload       wrong length, non-finite values, norm over the limit
     ├── MemberRefused             the synchronizer does not let this member in (or no longer)
     │   └── LayoutMismatch        the model's tensors differ from the run's
-    ├── Fenced                    a newer leader holds the run: this process must stop writing
+    ├── LeadershipLost            this process has to load the run again before it may lead again
+    │   ├── Fenced                a newer leader holds the run: this process must stop writing
+    │   └── ServerChanged         the server was started again, replaced, or lost acknowledged writes
     └── CheckpointError           a checkpoint that is missing, incomplete or damaged
 """
 
@@ -95,8 +97,16 @@ class LayoutMismatch(MemberRefused):
     """The model's tensors differ from the run's; the message names the first one."""
 
 
-class Fenced(AnabranchError):
+class LeadershipLost(AnabranchError):
+    """This process has to load the run again before it may lead again."""
+
+
+class Fenced(LeadershipLost):
     """A newer leader holds the run; this process must stop writing."""
+
+
+class ServerChanged(LeadershipLost):
+    """The server was started again, replaced, or lost writes that it had acknowledged."""
 
 
 class CheckpointError(AnabranchError):

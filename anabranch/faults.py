@@ -2,7 +2,7 @@
 
 In production `fail_at` is one dictionary look-up. A test arms a point in its own process with `armed`, or in a
 child process through the environment: `ANABRANCH_FAIL_AT="before commit:3:kill"` kills with SIGKILL at the third
-passage; `raise` raises `InjectedFault` instead.
+passage; `stop` freezes with SIGSTOP, `raise` raises `InjectedFault` instead.
 """
 
 from __future__ import annotations
@@ -56,10 +56,14 @@ def arm_from_environment(environment: Mapping[str, str] = os.environ) -> None:
     if text := environment.get(VARIABLE):
         point, _, rest = text.partition(":")
         passage, _, action = rest.partition(":")
-        if not passage.isdecimal() or action not in {"kill", "raise"}:
-            raise UsageError(f"{VARIABLE}={text!r}: expected 'point:passage:kill' or 'point:passage:raise'")
-        act = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if action == "kill" else (lambda: _raise(point))
-        _armed[_known(point)] = _at_passage(int(passage), act)
+        actions: dict[str, Callable[[], None]] = {
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            "raise": lambda: _raise(point),
+        }
+        if not passage.isdecimal() or action not in actions:
+            raise UsageError(f"{VARIABLE}={text!r}: expected 'point:passage:kill', ':stop' or ':raise'")
+        _armed[_known(point)] = _at_passage(int(passage), actions[action])
 
 
 def _at_passage(passage: int, action: Callable[[], None]) -> Callable[[], None]:

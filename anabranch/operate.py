@@ -11,6 +11,7 @@ from anabranch.queue.connection import check_server, connect
 from anabranch.queue.control import send_command
 from anabranch.queue.keys import Keys
 from anabranch.queue.messages import unpack
+from anabranch.queue.records import read_run
 from anabranch.queue.url import RunUrl
 
 EVENTS_SHOWN = 12
@@ -32,6 +33,7 @@ async def status(url: RunUrl) -> dict[str, Any]:
         redis = connect(url, name="anabranch-operator")
         stack.push_async_callback(redis.aclose)
         await check_server(redis, url)
+        record = await read_run(redis, keys)
         holder: Any = await redis.get(keys.lease)
         stored: Any = await redis.hget(keys.state, "picture")
         if stored is None:
@@ -41,4 +43,5 @@ async def status(url: RunUrl) -> dict[str, Any]:
     if holder is None and shown["phase"] != "stopped":
         shown["phase"] = "no synchronizer leads this run"
     events = [unpack(fields[b"e"]) for _, fields in reversed(entries)]
-    return {"release": VERSION, **shown, "leader": holder is not None, "ledger": ledger_rows(shown), "events": events}
+    spoken = {"release": record.release, "schema": record.schema} if record is not None else {"release": VERSION}
+    return {**spoken, **shown, "leader": holder is not None, "ledger": ledger_rows(shown), "events": events}

@@ -36,6 +36,8 @@ class UpOptions:
     port: int | None = None
     page: PageOptions = field(default_factory=PageOptions)
     init: Path | None = None
+    checkpoints: str | None = None  # a folder or an fsspec URL instead of the run directory's own folder
+    drain_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ async def bring_up(options: UpOptions, spec: RunSpec | None, run: str) -> AsyncI
             url = RunUrl.parse(f"{server.url}?run={run}")
             page = PageOptions(options.page.host, options.page.port, directory.secret("token"))
             async with (
-                _synchronizer(url, spec, directory.path, options.init) as (synchronizer, task),
+                _synchronizer(url, spec, directory.path, options) as (synchronizer, task),
                 serve_page(synchronizer, page) as address,
             ):
                 yield Up(url, address, synchronizer, task, server)
@@ -130,14 +132,14 @@ async def bring_up(options: UpOptions, spec: RunSpec | None, run: str) -> AsyncI
 
 @asynccontextmanager
 async def _synchronizer(
-    url: RunUrl, spec: RunSpec | None, directory: Path, init: Path | None
+    url: RunUrl, spec: RunSpec | None, directory: Path, options: UpOptions
 ) -> AsyncIterator[tuple[Synchronizer, asyncio.Task[None]]]:
-    synchronizer = Synchronizer(url, spec, directory=directory, init=init)
+    synchronizer = Synchronizer(url, spec, directory=directory, init=options.init, checkpoints=options.checkpoints)
     task = asyncio.create_task(synchronizer.run(), name="synchronizer")
     try:
         yield synchronizer, task
     finally:
-        synchronizer.end()
+        synchronizer.end(options.drain_s)
         with suppress(asyncio.CancelledError):
             await task
 

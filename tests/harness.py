@@ -68,13 +68,20 @@ class Bench:
         self.tasks[name] = self._group.create_task(worker.run(), name=f"worker {name}")
         return worker
 
+    async def listens(self) -> bool:
+        """Whether a knock is heard now."""
+        [(_, listeners)] = await self.redis.pubsub_numsub(self.keys.knock)
+        return bool(listeners)
+
     def kill(self, name: str) -> None:
         """The worker vanishes without a word."""
         self.tasks.pop(name).cancel()
         del self.workers[name]
 
     def versions(self) -> list[int]:
-        return [fragment.version for fragment in self.state.fragments]
+        """Empty before birth, and while the synchronizer does not lead."""
+        core = self.synchronizer.core
+        return [fragment.version for fragment in core.state.fragments] if core is not None else []
 
     async def reach(self, version: int, timeout_s: float = 20.0) -> None:
         """Wait until every fragment has this version."""
@@ -88,10 +95,7 @@ class Bench:
 
     async def forget_everything(self) -> None:
         """The server loses all keys of this run."""
-        redis = connect(self.url, name="test")
-        async for key in redis.scan_iter(match=self.keys.prefix.replace("{", "\\{") + "*"):
-            await redis.delete(key)
-        await redis.aclose()
+        await forget_run(str(self.url))
 
     async def settle(self) -> None:
         """Open no more rounds and wait until those in flight are stored: versions stand still after this."""
@@ -118,14 +122,28 @@ class Bench:
         await self.send(worker, messages.encode(message, self.url.run))
 
 
+async def forget_run(run_url: str) -> None:
+    """The server loses all keys of a run."""
+    url = RunUrl.parse(run_url)
+    redis = connect(url, name="test")
+    async for key in redis.scan_iter(match=Keys(url.run).prefix.replace("{", "\\{") + "*"):
+        await redis.delete(key)
+    await redis.aclose()
+
+
 @asynccontextmanager
 async def bench(
-    run_url: str, spec: RunSpec, *, directory: Path | None = None, init: Path | None = None
+    run_url: str,
+    spec: RunSpec,
+    *,
+    directory: Path | None = None,
+    init: Path | None = None,
+    checkpoints: str | None = None,
 ) -> AsyncIterator[Bench]:
     """Lead the run of `run_url` until the block ends."""
     url = RunUrl.parse(run_url)
     redis = connect(url, name="test")
-    synchronizer = Synchronizer(url, spec, directory=directory, init=init)
+    synchronizer = Synchronizer(url, spec, directory=directory, init=init, checkpoints=checkpoints)
     task = asyncio.create_task(synchronizer.run(), name="synchronizer")
     try:
         async with asyncio.TaskGroup() as group:
@@ -133,6 +151,7 @@ async def bench(
             if task.done():
                 await task
             made = Bench(url, synchronizer, redis, group)
+            await wait_until(made.listens, "it listens for knocks")
             try:
                 yield made
             finally:

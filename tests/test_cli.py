@@ -45,7 +45,7 @@ def test_without_a_word_it_explains_itself() -> None:
 
 
 def test_the_commands_are_those_we_know() -> None:
-    known = "checkpoint demo evaluator orchestrator pause resume sample set status stop up worker"
+    known = "checkpoint demo evaluator export orchestrator pause restore resume sample set status stop up worker"
     assert known.split() == COMMANDS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -79,6 +80,17 @@ def test_an_environment_without_the_variable_arms_nothing() -> None:
 def test_what_the_environment_cannot_mean_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         arm_from_environment({"ANABRANCH_FAIL_AT": text})
+
+
+def test_stop_freezes_until_continued() -> None:
+    code = "from anabranch.faults import *; arm_from_environment(); fail_at('after read')"
+    environment = {"ANABRANCH_FAIL_AT": "after read:1:stop"}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as child:
+        frozen = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert frozen is not None
+        assert frozen.si_status == signal.SIGSTOP
+        child.send_signal(signal.SIGCONT)
+    assert child.returncode == 0
 
 
 def test_kill_is_a_kill() -> None:

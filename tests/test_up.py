@@ -173,6 +173,7 @@ def test_it_ends_on_a_signal_and_continues_under_the_same_address(tmp_path: Path
         wait_until_sync(lambda: second.status().get("leader"), "it leads again")
         shown = second.status()
         assert shown["tokens"] > 0
+        assert shown["timeline"].startswith("0-"), "it ended in order: nothing is suspected to be lost"
         assert min(fragment["version"] for fragment in shown["fragments"]) >= 0
         assert shown["settings"]["inner_steps"] == 8, "the stored definition is in force"
         assert anabranch("stop", url=second.url).returncode == 0

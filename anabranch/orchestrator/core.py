@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from anabranch.errors import SpecError
-from anabranch.orchestrator import membership, rounds
+from anabranch.orchestrator import membership, rounds, timelines
 from anabranch.orchestrator.events import (
     Announce,
     Birth,
@@ -19,6 +19,7 @@ from anabranch.orchestrator.events import (
     Commanded,
     Consume,
     Declined,
+    Draining,
     Event,
     Fetched,
     FetchFailed,
@@ -29,10 +30,12 @@ from anabranch.orchestrator.events import (
     Instruction,
     Joined,
     Left,
+    MemorySeen,
     Merged,
     Note,
     Offered,
     Progressed,
+    Returned,
     SetTimer,
     TimerFired,
     Troubled,
@@ -43,6 +46,7 @@ from anabranch.orchestrator.grace import average
 from anabranch.orchestrator.ledger import Account
 from anabranch.orchestrator.state import (
     Fragment,
+    Member,
     State,
     dump_core,
     dump_member,
@@ -57,10 +61,9 @@ SWEEPS_PER_HEARTBEAT = 2
 class Core:
     """The run's state and what to do next."""
 
-    def __init__(self, spec: RunSpec, timeline: str) -> None:
-        """`timeline`: the number and nonce that a birth gives to version 0."""
-        self.state = State(spec=spec)
-        self._timeline = timeline
+    def __init__(self, spec: RunSpec, nonce: str) -> None:
+        """`nonce`: what timelines that begin under this leader are called, besides their number."""
+        self.state = State(spec=spec, nonce=nonce)
 
     def start(self, now: float) -> list[Instruction]:
         """Timers for a fresh or a loaded state."""
@@ -84,7 +87,7 @@ class Core:
         state = self.state
         match event:
             case Progressed():
-                yield from membership.progress(state, event, now)
+                yield from self._progressed(event, now)
             case Offered():
                 yield from rounds.offered(state, event.offer, now)
             case Fetched():
@@ -115,6 +118,18 @@ class Core:
             case Troubled():
                 state.count("troubles")
                 yield Note(event.reason, "trouble")
+            case Returned():
+                yield from timelines.begin(state, event.reason)
+            case MemorySeen():
+                yield from membership.memory_seen(state, event.share, now)
+            case Draining():
+                state.draining = True
+
+    def _progressed(self, event: Progressed, now: float) -> Iterator[Instruction]:
+        member = membership.find(self.state, event.incarnation, event.sender)
+        if member is not None and (reason := timelines.claim_of_newer(self.state, member, event)) is not None:
+            yield from timelines.begin(self.state, reason)
+        yield from membership.progress(self.state, event, now)
 
     def _start(self, now: float) -> Iterator[Instruction]:
         if self.state.stopped:  # whoever starts a synchronizer on a stopped run wants it to go on
@@ -172,7 +187,7 @@ class Core:
                 yield from membership.expel(state, giver, f"its initial weights cannot be used: {event.reason}")
             yield from membership.ask_for_init(state)
             return
-        state.layout_hash, state.timeline = event.layout_hash, self._timeline
+        state.layout_hash, state.timeline = event.layout_hash, f"0-{state.nonce}"
         state.fragments = [
             Fragment(index=i, size=size, digest=digest)
             for i, (size, digest) in enumerate(zip(event.sizes, event.digests, strict=True))
@@ -235,6 +250,13 @@ class Core:
         self.state.dirty.clear()
         return dump_core(self.state, now), members
 
+    def dump_all(self, now: float) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+        """The same with every member, for a copy elsewhere: what `dump` has yet to store stays marked."""
+        return dump_core(self.state, now), {i: dump_member(m, now) for i, m in sorted(self.state.members.items())}
+
+    def members(self) -> list[Member]:
+        return list(self.state.members.values())
+
     @classmethod
     def load(
         cls,
@@ -243,12 +265,14 @@ class Core:
         accounts: dict[int, Account],
         *,
         spec: RunSpec,
+        nonce: str,
         broadcast: int,
         now: float,
     ) -> Core:
         """The inverse of `dump`, with the ledger's booked figures."""
-        core = cls(spec, record["timeline"])
+        core = cls(spec, nonce)
         core.state = load_core(record, spec, now)
+        core.state.nonce = nonce
         count = len(core.state.fragments)
         for item in members:
             account = accounts.get(item["incarnation"]) or Account.empty(count)

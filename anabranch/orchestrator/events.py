@@ -72,6 +72,7 @@ class Progressed:
     bytes_sent: int = 0
     heldout_loss: float | None = None
     measured_tokens: int = 0
+    timeline: str = ""  # that `adopted` speaks of; "": not said (schema 1)
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,25 @@ class Troubled:
 
 
 @dataclass(frozen=True)
+class Returned:
+    """The stored run was loaded from a server that may have lost acknowledged writes, or from a checkpoint."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemorySeen:
+    """How full the server is, as a share of its limit (0: it has none)."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class Draining:
+    """This synchronizer is about to end: finish merges, open nothing."""
+
+
+@dataclass(frozen=True)
 class TimerFired:
     name: TimerName
     round: int = 0
@@ -210,6 +230,9 @@ Event = (
     | InitReady
     | InitFailed
     | Troubled
+    | Returned
+    | MemorySeen
+    | Draining
     | TimerFired
     | Merged
     | Wrote
@@ -263,6 +286,13 @@ class FetchInit(Instruction):
 class Birth(Instruction):
     timeline: str
     payload: Any = field(default=None, repr=False)  # tensors: not for the tape
+
+
+@dataclass(frozen=True)
+class NewTimeline(Instruction):
+    """State is older than what members may have seen: every member compares what it holds."""
+
+    timeline: str
 
 
 @dataclass(frozen=True)

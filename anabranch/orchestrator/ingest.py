@@ -69,6 +69,7 @@ def read_progress(entry: Entry, sender: str, run: str) -> events.Event:
         bytes_sent=message.bytes_sent,
         heldout_loss=message.heldout_loss,
         measured_tokens=message.measured_tokens,
+        timeline=message.timeline,
     )
 
 

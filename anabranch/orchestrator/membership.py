@@ -24,6 +24,8 @@ from anabranch.orchestrator.grace import average
 from anabranch.orchestrator.ledger import Account, imbalance, left_over, weighted
 from anabranch.orchestrator.state import HELDOUT_KEPT, Departed, Member, State
 
+FULL = 0.80  # share of the server's memory above which no round opens
+ROOM = 0.75  # below it they open again
 CREDIBLE_FACTOR = 4.0  # between a claimed step time and the observed one: reports are coalesced, averages lag
 OTHER_LAYOUT = "the model's tensors differ from the run's (layout hash)"
 
@@ -162,14 +164,22 @@ def progress(state: State, event: Progressed, now: float) -> Iterator[Instructio
         )
     figures = (event.adopted, event.held, event.discarded, event.pending)
     if count and all(len(f) == count for f in figures):
-        member.adopted, member.held = list(event.adopted), list(event.held)
+        known = speaks_of_this(state, event)
+        if known:
+            member.adopted, member.held = list(event.adopted), list(event.held)
         member.processed = event.processed
         member.discarded, member.pending = list(event.discarded), list(event.pending)
         for index, discarded in enumerate(event.discarded):
             member.learn(index, event.processed, discarded)
-        yield from check_books(state, member)
+        if known:  # else it may have been told outcomes that are lost here
+            yield from check_books(state, member)
     if event.heldout_loss is not None and member.role == "evaluator":
         _take_heldout(state, member, event)
+
+
+def speaks_of_this(state: State, event: Progressed) -> bool:
+    """Whether a report's versions and outcomes are those of the current timeline (schema 1 does not say)."""
+    return event.timeline == state.timeline or (not event.timeline and state.timeline.startswith("0-"))
 
 
 def _take_steps(state: State, member: Member, event: Progressed, before: float, now: float) -> None:
@@ -258,9 +268,28 @@ def leave(state: State, event: Left) -> Iterator[Instruction]:
 
 
 def expire(state: State, now: float) -> Iterator[Instruction]:
+    if state.full:  # the server refuses heartbeats, too
+        return
     for member in list(state.members.values()):
         if member.live and policies.is_expired(member, state, now):
             yield from go(state, member, f"{member.name}: no heartbeat for {now - member.seen_at:.1f} s")
+
+
+def memory_seen(state: State, share: float, now: float) -> Iterator[Instruction]:
+    """Above `FULL` no round opens, until `ROOM` again: payloads that are under way still have to fit."""
+    if not state.full and share >= FULL:
+        state.full = True
+        yield Note(
+            f"the server is {share:.0%} full: no round opens until it is below {ROOM:.0%}; "
+            "raise its maxmemory, or let payloads run out",
+            "server full",
+            {"share": share},
+        )
+    elif state.full and share < ROOM:
+        state.full = False
+        for member in state.members.values():  # their heartbeats could not be written
+            member.seen_at = now
+        yield Note(f"the server is {share:.0%} full: rounds open again", "server has room", {"share": share})
 
 
 def go(state: State, member: Member, reason: str) -> Iterator[Instruction]:
@@ -312,6 +341,10 @@ def _close(state: State, member: Member) -> Iterator[Instruction]:
         bytes_sent=member.bytes_sent,
     )
     state.departed.append(final)
+    state.departed_books = state.departed_books or [[0, 0, 0] for _ in sizes]
+    for index, books in enumerate(state.departed_books):
+        for column, booked in enumerate((account.applied[index], account.rejected[index], account.lost[index])):
+            books[column] += booked
     del state.members[member.incarnation]
     state.dirty.discard(member.incarnation)
     state.removed.add(member.incarnation)

@@ -30,18 +30,21 @@ from anabranch.orchestrator.events import (
 )
 from anabranch.orchestrator.grace import average, deadline_s, grace_s
 from anabranch.orchestrator.membership import average_step, find, speaks_for_none
-from anabranch.orchestrator.state import Fragment, Member, Refusal, Round, State
+from anabranch.orchestrator.state import Fragment, Member, Outcome, Refusal, Round, State
 
 # --- opening ----------------------------------------------------------------------------------------------
 
 
 def open_due(state: State, now: float) -> Iterator[Instruction]:
     """Open what is due, at most τ rounds in flight and always on different fragments."""
-    if not state.born or state.paused or state.stopped:
+    if not state.born or state.paused or state.stopped or state.full or state.draining:
         return
     while len(state.rounds) < state.spec.rounds.in_flight:
         pacing = policies.pacing(state, now)
-        if not pacing.due or pacing.worker is None:
+        if pacing.worker is None:
+            yield from _open_for_what_is_left(state, now)
+            return
+        if not pacing.due:
             return
         choice = policies.next_fragment(state, now)
         if choice is None:
@@ -50,6 +53,18 @@ def open_due(state: State, now: float) -> Iterator[Instruction]:
         reason = f"{pacing.worker.name} made {pacing.steps:.0f} of {pacing.interval:g} steps"
         policies.restart_interval(state, pacing.worker, now)
         yield from _open(state, *choice, reason, now)
+
+
+def _open_for_what_is_left(state: State, now: float) -> Iterator[Instruction]:
+    """Nobody advances any more: farewell contributions that make a quorum are merged at once."""
+    if any(m.live and m.role == "worker" and not policies.is_stuck(m, state, now) for m in state.members.values()):
+        return  # it has not reported since this leader began, or has yet to adopt
+    needed = 1 if state.spec.rounds.quorum == "all" else state.spec.rounds.quorum
+    for fragment in state.fragments:
+        if len(state.rounds) >= state.spec.rounds.in_flight:
+            return
+        if len(fragment.in_hand) >= needed and state.round_of(fragment.index) is None:
+            yield from _open(state, fragment, [], "no worker advances: what is in hand is merged", now)
 
 
 def _open(state: State, fragment: Fragment, called: list[Member], reason: str, now: float) -> Iterator[Instruction]:
@@ -97,7 +112,8 @@ def offered(state: State, offer: Offer, now: float) -> Iterator[Instruction]:
         return
     member.learn(offer.fragment, offer.processed, offer.discarded)
     fragment = state.fragments[offer.fragment]
-    if offer.timeline != state.timeline or offer.base > fragment.version:
+    # On the standing base its bits decide, not the timeline: a roll-back that did not touch it spares work on it.
+    if offer.base > fragment.version:
         yield from _unknown_base(state, member, fragment, offer)
     elif offer.base < fragment.version:
         yield from _superseded(state, member, fragment, offer)
@@ -107,6 +123,10 @@ def offered(state: State, offer: Offer, now: float) -> Iterator[Instruction]:
 
 def _on_standing_base(state: State, member: Member, fragment: Fragment, offer: Offer) -> Iterator[Instruction]:
     who = offer.incarnation
+    if (known := member.outcome(fragment.index, offer.base)) is not None:  # refused when the base was still unknown
+        yield Consume("it has its outcome", member.name, (offer.entry,))
+        yield _told_again(member, fragment, known)
+        return
     round_ = state.round_of(fragment.index)
     if round_ is not None and round_.closed and any(part.incarnation == who for part, _ in round_.parts):
         yield Consume("this round merges an earlier one", member.name, (offer.entry,))
@@ -215,17 +235,18 @@ def _superseded(state: State, member: Member, fragment: Fragment, offer: Offer) 
     yield Consume("its base is superseded", member.name, (offer.entry,))
     known = member.outcome(fragment.index, offer.base)
     if known is not None:
-        _, applied, tokens = known
-        yield Settle(
-            "told again",
-            (Verdict(member.incarnation, fragment.index, offer.base, applied, tokens, "told again"),),
-        )
+        yield _told_again(member, fragment, known)
         return
     late = (offer.round, offer.base) in fragment.recent
     reason = ("late" if late else "stale") + f": based on version {offer.base}, the run is at {fragment.version}"
     state.count("contributions late" if late else "contributions stale")
     yield _rejection(member, offer, reason)
     yield from _book(state, member, fragment, offer, "rejected", reason)
+
+
+def _told_again(member: Member, fragment: Fragment, outcome: Outcome) -> Settle:
+    base, applied, tokens = outcome
+    return Settle("told again", (Verdict(member.incarnation, fragment.index, base, applied, tokens, "told again"),))
 
 
 def _book(

@@ -63,6 +63,7 @@ class Member:
     life_s: float = 0.0
     bytes_sent: int = 0
     heldout_loss: float | None = None
+    claimed_newer: bool = False  # reported a version newer than the run's once: not believed again
 
     def remember(self, fragment: int, outcome: Outcome) -> None:
         self.outcomes.setdefault(fragment, deque(maxlen=OUTCOMES_KEPT)).append(outcome)
@@ -143,6 +144,7 @@ class State:
 
     spec: RunSpec
     timeline: str = ""
+    nonce: str = ""  # of this leader: what it calls a timeline that it begins
     layout_hash: str | None = None
     fragments: list[Fragment] = field(default_factory=list)
     members: dict[int, Member] = field(default_factory=dict)
@@ -159,9 +161,12 @@ class State:
     orphaned: bool = False  # unborn, yet a member holds a version: the server lost this run
     paused: bool = False
     stopped: bool = False
+    full: bool = False  # the server is nearly out of memory: no round opens
+    draining: bool = False  # this synchronizer is about to end: no round opens
     applied_parameter_tokens: int = 0  # Σ tokens applied × parameters of the fragment
     counts: dict[str, int] = field(default_factory=dict)  # rounds by how they closed, and mismatches
     heldout: list[tuple[int, float]] = field(default_factory=list)  # global tokens, nats/token
+    departed_books: list[list[int]] = field(default_factory=list)  # applied, rejected, lost per fragment
     departed: deque[Departed] = field(default_factory=lambda: deque(maxlen=DEPARTED_KEPT))
     commands: deque[str] = field(default_factory=lambda: deque(maxlen=COMMANDS_KEPT))
     dirty: set[int] = field(default_factory=set)  # members whose durable record changed
@@ -226,6 +231,7 @@ def dump_core(state: State, now: float) -> dict[str, Any]:
         "counts": dict(sorted(state.counts.items())),
         "heldout": [list(item) for item in state.heldout],
         "departed": [vars(d) for d in state.departed],
+        "departed_books": state.departed_books,
         "commands": list(state.commands),
     }
 
@@ -249,6 +255,7 @@ def load_core(record: dict[str, Any], spec: RunSpec, now: float) -> State:
         heldout=[(tokens, loss) for tokens, loss in record["heldout"]],
         departed=deque((Departed(**d) for d in record["departed"]), maxlen=DEPARTED_KEPT),
         commands=deque(record["commands"], maxlen=COMMANDS_KEPT),
+        departed_books=[list(books) for books in record.get("departed_books", [])],
     )
     for index, item in enumerate(record["fragments"]):
         state.fragments.append(
@@ -277,7 +284,7 @@ def load_core(record: dict[str, Any], spec: RunSpec, now: float) -> State:
 _MEMBER_PLAIN = (
     "incarnation", "name", "nonce", "role", "label", "device", "can_init", "layout_hash", "live", "left", "steps",
     "step_s", "mark", "adopted", "held", "processed", "discarded", "pending", "read", "last_round", "loss",
-    "train_s", "rest_s", "life_s", "bytes_sent", "heldout_loss",
+    "train_s", "rest_s", "life_s", "bytes_sent", "heldout_loss", "claimed_newer",
 )  # fmt: skip
 
 
@@ -296,7 +303,7 @@ def load_member(record: dict[str, Any], account: Account, *, read: int, now: flo
         seen_at=now - record["silent_s"],
         known=[(processed, discarded) for processed, discarded in record["known"]],
         outcomes={f: deque((tuple(o) for o in items), maxlen=OUTCOMES_KEPT) for f, items in record["outcomes"]},
-        **{name: record[name] for name in _MEMBER_PLAIN},
+        **{name: record[name] for name in _MEMBER_PLAIN if name in record},  # an older release stored fewer
     )
     member.outcome_read = dict.fromkeys(member.outcomes, read)
     return member

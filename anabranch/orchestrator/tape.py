@@ -24,12 +24,15 @@ class Tape:
     """Events that are already stored in Redis, kept for the page and appended to `tape.jsonl`.
 
     Lines are flushed to the operating system as they come and fsynced on `close`. Wall-clock time is only a
-    remark for people: nothing is decided by it.
+    remark for people: nothing is decided by it. `id` numbers a run's events over all leaders; what a crash kept out
+    of the file is filled in from the stream by the next one.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.number = 0
+        self.last_id = 0  # of the newest event stored
+        self._next_id = 1
         self._file: IO[str] | None = None
         self._failing = False
         if directory is not None:
@@ -41,9 +44,23 @@ class Tape:
             if _cut_short(path):
                 self._file.write("\n")
 
+    @property
+    def failing(self) -> bool:
+        """The file cannot be written: the stream must keep what is missing."""
+        return self._failing
+
     def stamp(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Add the wall-clock time that the stored event carries."""
-        return {"time": round(time.time(), 3), **event}
+        """Add the id and the wall-clock time that the stored event carries."""
+        self._next_id += 1
+        return {"id": self._next_id - 1, "time": round(time.time(), 3), **event}
+
+    def catch_up(self, stored: list[dict[str, Any]]) -> None:
+        """Take over from another leader, or a former life: what the stream has and the file lacks, oldest first."""
+        for event in stored:
+            if event.get("id", 0) > self.last_id:
+                self.append(event)
+        self._next_id = self.last_id + 1
+        self.flush()
 
     def append(self, event: dict[str, Any]) -> None:
         self._remember(event)
@@ -52,6 +69,7 @@ class Tape:
 
     def _remember(self, event: dict[str, Any]) -> None:
         self.number += 1
+        self.last_id = max(self.last_id, event.get("id", 0))
         self.recent.append({"number": self.number, **event})
 
     def flush(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from anabranch.orchestrator import events as ev
 from anabranch.orchestrator.ledger import COLUMNS
+from anabranch.orchestrator.timelines import JUMP
 from anabranch.queue import messages as msg
 from anabranch.queue.keys import Keys, ledger_field
 from anabranch.queue.scripts import Transaction
@@ -32,6 +33,8 @@ def transcribe(
             transaction.hincrby(keys.ledger, name, instruction.tokens)
         case ev.Close():
             _close_books(instruction, transaction, keys)
+        case ev.NewTimeline():
+            transaction.hincrby(keys.state, "broadcast", JUMP)
         case ev.TurnAway(shared=False):
             transaction.drop_if_empty(keys.contributions(instruction.name))
     message = _message(instruction, commit_claim)
@@ -73,6 +76,8 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
             return msg.SendInit(incarnation=incarnation)
         case ev.Birth(timeline=timeline):
             return msg.Born(timeline=timeline)
+        case ev.NewTimeline(timeline=timeline):
+            return msg.Born(timeline=timeline)  # members read `state` again; the jump in the numbers says so, too
         case ev.OpenRound():
             return msg.Call(
                 round=instruction.round,
@@ -145,6 +150,7 @@ _KINDS: dict[type[ev.Instruction], str] = {
     ev.TurnAway: "turned away",
     ev.AskInit: "init asked",
     ev.Birth: "born",
+    ev.NewTimeline: "timeline",
     ev.OpenRound: "opened",
     ev.Commit: "merged",
     ev.Abandon: "abandoned",

@@ -142,6 +142,12 @@ class Vault:
         if version.momentum is not None and version.momentum_claim is not None:
             await self.blobs.put_again(version.momentum_claim, encode("fp32", version.momentum), ttl_s)
 
+    def matching(self, digests: Sequence[bytes]) -> list[Version] | None:
+        """The versions that have these digests, one per fragment, prepared ones included; None if one is not here."""
+        known = {v.theta_claim.digest: v for v in [*self.prepared.values(), *self.versions]}
+        found = [known.get(digest) for digest in digests]
+        return None if None in found else [version for version in found if version is not None]
+
     def install(self, fragment: int, round_number: int, base: int) -> None:
         """A commit is stored: its version is current, what was based on the one before is not."""
         self.versions[fragment] = self.prepared.pop(round_number)

@@ -54,6 +54,8 @@ def phase(state: State, now: float) -> str:
         return f"waiting for version 0 from {asked.name}" if asked is not None else "waiting for a first worker"
     if state.paused:
         return "paused"
+    if state.full:
+        return "the server is nearly full: no round opens"
     workers = [m for m in state.members.values() if m.live and m.role == "worker"]
     if not workers:
         return "no live worker"

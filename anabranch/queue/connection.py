@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -12,7 +13,7 @@ from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyErro
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from anabranch.errors import ServerUnreachable, UnsuitableServer
+from anabranch.errors import ServerChanged, ServerUnreachable, UnsuitableServer
 from anabranch.queue.url import RunUrl
 
 #: What a lost or silent connection raises; everybody who talks to Redis retries on these.
@@ -25,10 +26,37 @@ CONNECT_S = 10.0
 OLDEST_REDIS = (7, 0)
 
 
-def connect(url: RunUrl, *, name: str, retries: int = 3, connections: int = 8) -> Redis:
+class ServerLife:
+    """One life of a server process, told by its `run_id`.
+
+    Connections bound to it refuse to talk to a later one: a server that was started again, or another that took
+    over, may lack writes it acknowledged, and whoever leads has to look at that before it writes anything.
+    """
+
+    def __init__(self) -> None:
+        self.run_id: str | None = None  # None: not connected yet, or the server does not say
+
+    async def greet(self, connection: Any) -> None:
+        """redis-py's `redis_connect_func`: the usual greeting, then the question who answers."""
+        await connection.on_connect()
+        await connection.send_command("INFO", "server")
+        reply = await connection.read_response()
+        found = re.search(rb"^run_id:(\w+)", reply, re.MULTILINE) if isinstance(reply, bytes) else None
+        run_id = found[1].decode() if found is not None else None
+        if self.run_id is None:
+            self.run_id = run_id
+        elif run_id != self.run_id:
+            await connection.disconnect()
+            raise ServerChanged("the server was started again, or another one took its place")
+
+
+def connect(
+    url: RunUrl, *, name: str, retries: int = 3, connections: int = 8, life: ServerLife | None = None
+) -> Redis:
     """A client for `url` with at most so many connections; none is opened until the first command.
 
-    Bytes in, bytes out. There is no socket timeout: `patience.persist` bounds every try (it says why).
+    Bytes in, bytes out. There is no socket timeout: `patience.persist` bounds every try (it says why). `life`: raise
+    `ServerChanged` instead of talking to another life of the server.
     """
     pool = BlockingConnectionPool.from_url(
         url.server,
@@ -40,6 +68,7 @@ def connect(url: RunUrl, *, name: str, retries: int = 3, connections: int = 8) -
         protocol=2,
         retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries),
         **({} if url.server.startswith("unix:") else {"socket_keepalive": True}),
+        **({} if life is None else {"redis_connect_func": life.greet}),
     )
     return Redis.from_pool(pool)
 

@@ -8,7 +8,7 @@ one slot of a Redis Cluster), s is the shard. Type and content of each:
 | `spec` | string | synchronizer | msgpack: spec, its hash, layout |
 | `lease` | string, TTL | leader | owner |
 | `epoch` | string | leader | `number:owner`, the fencing token |
-| `state` | hash | leader | `write`, `epoch`, `broadcast`, `core`, `picture`, `fragment:<p>`, `member:<n>` |
+| `state` | hash | leader | `write`, `epoch`, `broadcast`, `server`, `core`, `picture`, `fragment:<p>`, `member:<n>` |
 | `ledger` | hash | leader | `<incarnation>:<fragment>:<column>` in whole tokens |
 | `broadcast` | stream, trimmed | leader | `n` (number), `m` (envelope) |
 | `tape` | stream, trimmed | leader | `e` (msgpack event) |
@@ -82,6 +82,9 @@ class Keys:
 
     def blob(self, owner: str, blob_id: str, chunk: int) -> str:
         return f"{self.prefix}blob:{owner}:{blob_id}:{chunk}"
+
+
+SERVER_FIELD = "server"  # of `state`: run_id of the server's life that the leader writes to
 
 
 def fragment_field(fragment: int) -> str:

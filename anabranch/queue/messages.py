@@ -2,7 +2,9 @@
 
 An envelope is a msgpack map `{s: schema version, t: type, r: run, b: body, g: signature}`; the body is msgpack
 itself, so a signature (reserved, empty for now) can cover its exact bytes. Sizes are checked before anything
-is decoded. Readers accept the current and the previous schema; unknown fields and types are refused.
+is decoded. Readers accept the current and the previous schema; unknown fields and types are refused. Writers use
+the oldest schema that can say what they have to say, and nothing newer than the run's (`RunRecord.schema`), so that
+members of two neighbouring releases work together.
 
 Tensors never travel here: a message carries a `Claim` (a claim check) for chunks under blob keys.
 """
@@ -14,11 +16,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from anabranch._version import VERSION
 from anabranch.errors import MalformedMessage, OversizedMessage, SchemaMismatch
 from anabranch.spec import ID_PATTERN
 
-SCHEMA = 1
-OLDEST_SCHEMA = 1  # the previous one, once there is one
+SCHEMA = 2
+OLDEST_SCHEMA = 1  # the previous one
 ENVELOPE_LIMIT = 64 * 1024  # bytes
 
 
@@ -50,6 +53,7 @@ class Message(_Body):
     """Base of everything that can be an envelope's body."""
 
     type: ClassVar[str]
+    since: ClassVar[dict[str, int]] = {}  # fields that older schemas do not have
 
 
 class Claim(_Body):
@@ -141,6 +145,7 @@ class Progress(Message):
     """Heartbeat and figures, 1 to 10 per second. Lists have one item per fragment."""
 
     type = "progress"
+    since: ClassVar[dict[str, int]] = {"timeline": 2}
     incarnation: Count
     role: Role
     steps: Count
@@ -160,6 +165,7 @@ class Progress(Message):
     heldout_loss: Loss = None  # evaluator only
     measured: Annotated[list[Version], Field(max_length=1024)] = []  # versions heldout_loss was measured on
     measured_tokens: Count = 0  # global tokens applied then
+    timeline: Label = ""  # that the versions in `adopted` belong to
 
 
 # --- `broadcast` ------------------------------------------------------------------------------------------
@@ -308,10 +314,12 @@ def _all_messages(base: type[Message]) -> dict[str, type[Message]]:
 TYPES = _all_messages(Message)
 
 
-def encode(message: Message, run: str) -> bytes:
-    """The envelope's bytes; `OversizedMessage` above the limit."""
-    body = msgpack.packb(message.model_dump())
-    data: bytes = msgpack.packb({"s": SCHEMA, "t": message.type, "r": run, "b": body, "g": b""})
+def encode(message: Message, run: str, schema: int = SCHEMA) -> bytes:
+    """The envelope's bytes, in at most `schema`, without what that cannot say; `OversizedMessage` above the limit."""
+    said = {name: since for name, since in message.since.items() if since <= schema and getattr(message, name)}
+    needed = max([OLDEST_SCHEMA, *said.values()])
+    body = msgpack.packb(message.model_dump(exclude=message.since.keys() - said.keys()))
+    data: bytes = msgpack.packb({"s": needed, "t": message.type, "r": run, "b": body, "g": b""})
     if len(data) > ENVELOPE_LIMIT:
         raise OversizedMessage(f"{message.type}: {len(data)} bytes, the limit is {ENVELOPE_LIMIT}")
     return data
@@ -336,14 +344,19 @@ def decode(data: bytes, run: str) -> Message:
     schema, kind, body = envelope["s"], envelope["t"], envelope["b"]
     if type(schema) is not int or not OLDEST_SCHEMA <= schema <= SCHEMA:
         raise SchemaMismatch(
-            f"schema {_short(schema)}; this release reads {OLDEST_SCHEMA} to {SCHEMA}: install the run's release"
+            f"schema {_short(schema)}; this release ({VERSION}) reads {OLDEST_SCHEMA} to {SCHEMA}: install the same "
+            "release everywhere (pip install anabranch==VERSION; `anabranch status` shows the run's)"
         )
     if envelope["r"] != run:
         raise MalformedMessage(f"envelope of run {_short(envelope['r'])}, expected {run!r}")
     if not isinstance(kind, str) or kind not in TYPES or not isinstance(body, bytes):
         raise MalformedMessage(f"unknown message type {_short(kind)}")
+    content = _unpack(body, kind)
+    for name, since in TYPES[kind].since.items():
+        if since > schema and name in content:
+            raise MalformedMessage(f"{kind}.{name}: not in schema {schema}")
     try:
-        return TYPES[kind].model_validate(_unpack(body, kind))
+        return TYPES[kind].model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -20,6 +20,32 @@ STALL = (*OUTAGE, ResponseError)
 T = TypeVar("T")
 
 
+class Outages:
+    """What one process cannot do at the moment: many tasks meet the same outage, the log says it once."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._failing: set[object] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._failing)
+
+    def begin(self, who: object, what: str, error: BaseException, timeout_s: float | None) -> None:
+        if not self._failing:
+            self._log.warning("cannot %s: %s; trying again", what, str(error) or f"no answer in {timeout_s} s")
+        self._failing.add(who)
+
+    def end(self, who: object, what: str) -> None:
+        if who in self._failing:
+            self._failing.discard(who)
+            if not self._failing:
+                self._log.info("can %s again", what)
+
+    def forget(self, who: object) -> None:
+        """Its task was cancelled or met another error."""
+        self._failing.discard(who)
+
+
 async def persist(
     action: Callable[[], Awaitable[T]],
     what: str,
@@ -27,31 +53,35 @@ async def persist(
     *,
     timeout_s: float | None = REPLY_S,
     on_state: Callable[[bool], None] | None = None,
+    outages: Outages | None = None,
 ) -> T:
     """Await `action()` until it gives a result. `on_state(True)` after one, `on_state(False)` after a stall.
+
+    `outages` is shared by the tasks of a process, so that an outage is logged once.
 
     `timeout_s` bounds each try (None: the action bounds itself). It is asyncio's timeout, not redis-py's
     `socket_timeout`: that one sends through `asyncio.wait_for`, which on Python 3.11 loses a cancellation that
     arrives in the same turn of the loop as its result, and then a loop of commands never ends.
     """
-    delay, failing = FIRST_S, False
-    while True:
-        try:
-            async with asyncio.timeout(timeout_s):
-                result = await action()
-        except STALL as error:
-            if isinstance(error, ResponseError) and not is_passing(error):
-                raise
-            if not failing:
-                log.warning("cannot %s: %s; trying again", what, str(error) or f"no answer in {timeout_s} s")
-            failing = True
-            if on_state is not None:
-                on_state(False)
-            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
-            delay = min(delay * 2, LONGEST_S)
-        else:
-            if failing:
-                log.info("can %s again", what)
-            if on_state is not None:
-                on_state(True)
-            return result
+    known = outages if outages is not None else Outages(log)
+    who, delay = object(), FIRST_S
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    result = await action()
+            except STALL as error:
+                if isinstance(error, ResponseError) and not is_passing(error):
+                    raise
+                known.begin(who, what, error, timeout_s)
+                if on_state is not None:
+                    on_state(False)
+                await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+                delay = min(delay * 2, LONGEST_S)
+            else:
+                known.end(who, what)
+                if on_state is not None:
+                    on_state(True)
+                return result
+    finally:
+        known.forget(who)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from anabranch.errors import MalformedMessage
+from anabranch._version import VERSION
+from anabranch.errors import MalformedMessage, SchemaMismatch
 from anabranch.merge.fragments import Layout
 from anabranch.queue.keys import Keys, fragment_field, member_field
-from anabranch.queue.messages import Claim, pack, unpack
+from anabranch.queue.messages import OLDEST_SCHEMA, SCHEMA, Call, Claim, pack, unpack
 from anabranch.spec import RunSpec, parse_spec
 
 if TYPE_CHECKING:
@@ -19,20 +20,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the key `spec` holds. `layout` is None before birth."""
+    """What the key `spec` holds. `layout` is None before birth.
+
+    `schema`: the newest one that members write; it stays what the run was begun with until nobody is left who may
+    know no newer one. `release`: of the synchronizer that wrote this.
+    """
 
     spec: RunSpec
     layout: Layout | None
+    schema: int = SCHEMA
+    release: str = VERSION
 
     def pack(self) -> bytes:
         layout = self.layout.to_wire() if self.layout is not None else None
-        return pack({"spec": self.spec.model_dump(mode="json"), "hash": self.spec.hash, "layout": layout})
+        spec = self.spec.model_dump(mode="json")
+        return pack(
+            {"spec": spec, "hash": self.spec.hash, "layout": layout, "schema": self.schema, "release": self.release}
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> RunRecord:
+        """`SchemaMismatch` if the run speaks a schema that this release does not."""
         value = unpack(data)
+        schema, release = value.get("schema", 1), value.get("release", "of schema 1")
+        if not OLDEST_SCHEMA <= schema <= SCHEMA:
+            raise SchemaMismatch(
+                f"the run speaks schema {schema} (anabranch {release}), this is anabranch {VERSION}, which speaks "
+                f"{OLDEST_SCHEMA} to {SCHEMA}: pip install anabranch=={release}"
+            )
         layout = value["layout"]
-        return cls(parse_spec(value["spec"]), Layout.from_wire(layout) if layout is not None else None)
+        spec = parse_spec(value["spec"])
+        return cls(spec, Layout.from_wire(layout) if layout is not None else None, schema, release)
 
 
 @dataclass(frozen=True)
@@ -41,6 +59,7 @@ class FragmentRecord:
 
     version: int
     theta: Claim
+    timeline: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,7 @@ class Snapshot:
     stopped: bool
     asked_init: int  # incarnation asked for version 0
     broadcast: int
+    rounds: tuple[Call, ...] = ()  # open ones, as their calls said
 
 
 def pack_fragment(theta: Claim, momentum: Claim | None) -> bytes:
@@ -69,6 +89,24 @@ def unpack_fragment(data: bytes) -> tuple[Claim, Claim | None]:
         return Claim.model_validate(value["theta"]), Claim.model_validate(momentum) if momentum is not None else None
     except ValidationError as error:
         raise MalformedMessage(f"a fragment's record is damaged: {error}") from None
+
+
+async def read_tape(redis: Redis, keys: Keys, after: int, page: int = 1000) -> list[dict[str, Any]]:
+    """Events of the tape's stream with an id above `after`, oldest first."""
+    newest_first: list[dict[str, Any]] = []
+    end = "+"
+    while True:
+        entries: Any = await redis.xrevrange(keys.tape, max=end, count=page)
+        for _, fields in entries:
+            event = unpack(fields[b"e"])
+            if "id" not in event:  # written by a leader of schema 1, whose own file has it
+                continue
+            if event["id"] <= after:
+                return newest_first[::-1]
+            newest_first.append(event)
+        if len(entries) < page:
+            return newest_first[::-1]
+        end = f"({entries[-1][0].decode()}"
 
 
 async def read_run(redis: Redis, keys: Keys) -> RunRecord | None:
@@ -92,10 +130,20 @@ async def read_snapshot(redis: Redis, keys: Keys, incarnation: int) -> Snapshot 
     return Snapshot(
         timeline=core["timeline"],
         tokens=int(core["applied_parameter_tokens"]) // max(1, sum(sizes)),
-        fragments=tuple(FragmentRecord(v, c) for v, c in zip(versions, claims, strict=True)),
+        fragments=tuple(FragmentRecord(v, c, core["timeline"]) for v, c in zip(versions, claims, strict=True)),
         outcomes=outcomes,
         paused=core["paused"],
         stopped=core["stopped"],
         asked_init=core["asked_init"],
         broadcast=int(fields.get(b"broadcast", b"0")),
+        rounds=tuple(
+            Call(
+                round=item["number"],
+                fragment=item["fragment"],
+                timeline=core["timeline"],
+                base=item["base"],
+                called=item["called"],
+            )
+            for item in core["rounds"]
+        ),
     )

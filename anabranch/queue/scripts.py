@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from anabranch.errors import AnabranchError, Fenced
+from anabranch.errors import AnabranchError, Fenced, ServerChanged
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -139,6 +139,14 @@ class Written:
     repeat: bool
 
 
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lease, and for how many seconds more unless it is renewed."""
+
+    owner: str
+    left_s: float
+
+
 class FencedWriter:
     """The leader's pen: numbers its writes within its epoch and refuses to go on once fenced."""
 
@@ -156,17 +164,15 @@ class FencedWriter:
     def token(self) -> str:
         return f"{self.epoch}:{self._owner}"
 
-    async def acquire(self, lease_s: float) -> str | None:
-        """Try to become leader: None on success, else the owner who holds the lease."""
+    async def acquire(self, lease_s: float) -> Holder | None:
+        """Try to become leader, under a new epoch: None on success, else who holds the lease and for how long."""
         answer = await self._acquire(
             keys=[self._keys.lease, self._keys.epoch, self._keys.state],
             args=[self._owner, int(lease_s * 1000)],
         )
         if answer[0] != b"leader":
-            return str(answer[1].decode())
-        epoch = int(answer[1])
-        if epoch != self.epoch:
-            self.epoch, self._number = epoch, 0
+            return Holder(answer[1].decode(), max(0, int(answer[2])) / 1000)
+        self.epoch, self._number = int(answer[1]), 0
         return None
 
     async def renew(self, lease_s: float) -> None:
@@ -179,13 +185,16 @@ class FencedWriter:
     async def write(self, transaction: Transaction) -> Written:
         """Carry out a transaction. Safe to repeat after a lost reply: until an answer came, the number stays.
 
-        Raises `Fenced` when a newer leader holds the run, `WriteRefused` when a check did not hold.
+        Raises `Fenced` when a newer leader holds the run, `ServerChanged` when the server lost what it had
+        acknowledged, `WriteRefused` when a check did not hold.
         """
         answer: list[Any] = await self._write(
             keys=transaction.script_keys,
             args=[self.token, self.epoch, self._number + 1, *transaction.script_arguments],
         )
         self._check_fence(answer)
+        if answer[0] == b"lost":
+            raise ServerChanged(f"the server lost acknowledged writes: {answer[1].decode(errors='replace')}")
         if answer[0] == b"failed":
             raise WriteRefused(answer[1].decode(errors="replace"))
         self._number += 1
@@ -193,5 +202,8 @@ class FencedWriter:
 
     def _check_fence(self, answer: list[Any]) -> None:
         if answer[0] == b"fenced":
-            holder = answer[1].decode(errors="replace") or "nobody"
+            holder = answer[1].decode(errors="replace")
+            number = holder.partition(":")[0]
+            if not number.isdecimal() or int(number) < self.epoch:  # epochs only rise: the server went back
+                raise ServerChanged(f"the server lost epoch {self.epoch} of the run: it has {holder or 'none'}")
             raise Fenced(f"epoch {self.epoch} is over: the run is held by {holder}")

@@ -80,6 +80,24 @@ class Books:
             figures = Figures(processed=self._processed, discarded=page.discarded, pending=page.pending)
             return Snapshot(page.version, page.tokens, page.steps, figures)
 
+    def idle(self, fragment: int) -> bool:
+        """Whether no contribution on the fragment's base was sent."""
+        with self._lock:
+            return self._pages[fragment].sent == 0
+
+    def waiting(self, fragment: int) -> list[int]:
+        """Bases of contributions without an outcome."""
+        with self._lock:
+            page = self._pages[fragment]
+            standing = [page.version] if page.sent and page.settled is None else []
+            return [*page.in_flight, *standing]
+
+    def settled_on(self, fragment: int) -> int | None:
+        """The base that is still held though a contribution on it has its outcome; None if there is none."""
+        with self._lock:
+            page = self._pages[fragment]
+            return page.version if page.settled is not None else None
+
     def send(self, fragment: int, snapshot: Snapshot) -> bool:
         """From now on the snapshot's tokens wait for an outcome; False if its base was overwritten meanwhile."""
         with self._lock:

@@ -24,7 +24,7 @@ from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import check_server, connect
 from anabranch.queue.keys import SYNCHRONIZER, Keys
-from anabranch.queue.patience import REPLY_S, STALL, persist
+from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
 from anabranch.queue.records import FragmentRecord, RunRecord, Snapshot, read_run, read_snapshot
 from anabranch.queue.streams import StreamReader, last_id
 from anabranch.queue.url import RunUrl
@@ -46,7 +46,8 @@ LEAST_PROGRESS_S = 0.1  # reports are coalesced to 10 per second
 BLOCK_MS = 1000
 KNOCK_S = 0.25
 REFUSED_HEARTBEATS = 6.0  # how long a passing refusal is waited for
-LEAVE_S = 5.0
+LEAVE_S = 10.0  # for the last contributions and the farewell
+FAREWELL_S = 3.0  # of it, for the farewell alone; less if there is less than twice that
 LABEL_LIMIT = 200  # characters: what a message takes
 _REASON_LIMIT = 200
 _PROGRESS_KEPT = 16
@@ -58,6 +59,11 @@ T = TypeVar("T")
 def default_name() -> str:
     """A name for a worker nobody named."""
     return f"worker-{secrets.token_hex(3)}"
+
+
+def farewell_s(within_s: float) -> float:
+    """Of the time to leave in, what is kept for the farewell."""
+    return min(FAREWELL_S, within_s / 2)
 
 
 def read_run_record(url: RunUrl) -> RunRecord:
@@ -116,6 +122,7 @@ class Client:
         self.paused = False
         self.stopped: str | None = None  # reason, once the run is over
         self.joined = asyncio.Event()
+        self.outages = Outages(log)
         self._on_change = on_change or (lambda: None)
         self._nonce = secrets.token_bytes(16)
         self._books: Books | None = None
@@ -124,9 +131,11 @@ class Client:
         self._bytes_before = 0  # sent by earlier incarnations of this process
         self._broadcast = StreamReader()
         self._number = 0  # of the last broadcast entry read
+        self._timeline = ""  # of the versions we follow
         self._fetcher: Fetcher
         self._init_sent = 0  # incarnation that was asked for version 0 and answered
         self._leaving = False
+        self._cut_off = False  # the connection was lost since the broadcast was last read
         self._progress_due = asyncio.Event()
         self._beats = 0
         self._tasks: asyncio.TaskGroup
@@ -150,7 +159,9 @@ class Client:
         return record
 
     async def _connect(self, stack: AsyncExitStack, purpose: str) -> Redis:
-        redis = connect(self.url, name=f"anabranch-{purpose}-{self.identity.name}"[:64], connections=4)
+        name = f"anabranch-{purpose}-{self.identity.name}"[:64]
+        # redis-py would hide a lost connection of the reader: after each the state has to be read again.
+        redis = connect(self.url, name=name, connections=4, retries=0 if purpose == "reader" else 3)
         stack.push_async_callback(redis.aclose)
         return redis
 
@@ -163,7 +174,7 @@ class Client:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 sizes = [fragment.size for fragment in layout.fragments]
-                self._fetcher = Fetcher(self.blobs, sizes, self._newest, self._deliver, self._tasks)
+                self._fetcher = Fetcher(self.blobs, sizes, self._newest, self._deliver, self._tasks, self.outages)
                 await self._register()
                 self._tasks.create_task(self._beat(), name="client: heart")
                 await self._follow()
@@ -176,6 +187,9 @@ class Client:
         """Ask for an incarnation, knocking until welcomed; then read the state and adopt."""
         self.joined.clear()
         self._number = 0
+        self._timeline = ""
+        # Settings may have changed, and the schema with whoever leads now.
+        self.record = await self._persist(lambda: read_run(self._redis, self.keys), "read the run") or self.record
         self._new_learner()
         self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
         identity = self.identity
@@ -208,7 +222,11 @@ class Client:
                 await self._post(request)
                 asked_at = time.monotonic()
             await self._persist(lambda: self._redis.publish(self.keys.knock, self.identity.name), "knock")
-            for _number, message in await self._persist(lambda: self._read(int(KNOCK_S * 1000)), "wait"):
+            entries = await self._persist(lambda: self._read(int(KNOCK_S * 1000)), "wait", reading=True)
+            if self._cut_off:
+                self._cut_off = False
+                self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
+            for _number, message in entries:
                 if isinstance(message, messages.Welcome) and message.nonce == self._nonce:
                     log.info("joined run %s as %s, incarnation %d", self.keys.run, message.name, message.incarnation)
                     return message.incarnation
@@ -239,7 +257,9 @@ class Client:
             self._sending.cancel()
         self._bytes_before = self.bytes_sent
         ttl_s = self.record.spec.limits.blob_ttl_s
-        self._outbox = Outbox(self.identity.name, self.incarnation, self._books, self.blobs, self._post, ttl_s)
+        self._outbox = Outbox(
+            self.identity.name, self.incarnation, self._books, self.blobs, self._post, ttl_s, self.outages
+        )
         self._sending = self._tasks.create_task(self._outbox.run(), name="client: send")
 
     @property
@@ -251,7 +271,12 @@ class Client:
 
     async def _follow(self) -> None:
         while self.stopped is None:
-            entries = await self._persist(lambda: self._read(BLOCK_MS), "read the broadcast")
+            entries = await self._persist(lambda: self._read(BLOCK_MS), "read the broadcast", reading=True)
+            if self._cut_off:  # the server may have been started again with less than we have read
+                self._cut_off = False
+                self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
+                await self._catch_up()
+                continue  # what was read is in the state
             for number, message in entries:
                 if number > self._number + 1:
                     log.info("broadcast jumped from %d to %d: reading the state again", self._number, number)
@@ -278,10 +303,12 @@ class Client:
         match message:
             case messages.Call():
                 self._for_learner(message)
+            case messages.Merged() if message.timeline != self._timeline:
+                await self._catch_up()
             case messages.Merged():
                 self.tokens = message.tokens
                 self._settle(message.verdicts)
-                self._fetcher.want(message.fragment, FragmentRecord(message.version, message.claim))
+                self._fetcher.want(message.fragment, FragmentRecord(message.version, message.claim, message.timeline))
             case messages.Verdicts():
                 self._settle(message.verdicts)
             case messages.Resend() if message.incarnation == self.incarnation:
@@ -315,31 +342,68 @@ class Client:
         self.stopped = reason
         self._on_change()
 
-    async def _come_back(self, reason: str) -> None:
-        """Our incarnation is over though we live: register anew and overwrite everything."""
+    async def _come_back(self, reason: str, *, farewell: bool = False) -> None:
+        """Our incarnation is over though we live: register anew and overwrite everything.
+
+        `farewell`: the run does not know yet that it is over.
+        """
         log.warning("incarnation %d is over (%s): joining again", self.incarnation, reason)
+        if self._sending is not None:
+            self._sending.cancel()
+        if farewell:
+            await self._post(messages.Farewell(incarnation=self.incarnation, reason=reason[:_REASON_LIMIT]))
         self._nonce = secrets.token_bytes(16)
         await self._register()
 
     async def _catch_up(self) -> None:
-        """After joining and after any gap: read `state`, take outcomes and versions from it, send again the rest."""
+        """After joining and after any gap: read `state`, take outcomes, versions and calls from it, send again the
+        rest."""
         snapshot = await self._persist(lambda: read_snapshot(self._redis, self.keys, self.incarnation), "read state")
         if snapshot is None:
             return
         self.tokens, self.paused = snapshot.tokens, snapshot.paused
-        self._number = max(self._number, snapshot.broadcast)
         if snapshot.stopped:
             self._stop("the run has stopped")
-        if snapshot.outcomes is None and self.joined.is_set():
-            await self._come_back("unknown to the run")
+        if self.joined.is_set() and (reason := self._lost_ground(snapshot)) is not None:
+            if self._leaving:
+                return
+            await self._come_back(reason, farewell=snapshot.outcomes is not None)
             return
+        assert self.learner is not None
+        assert self._outbox is not None
+        same, self._timeline = self._timeline == snapshot.timeline, snapshot.timeline
+        self.learner.go_on_under(snapshot.timeline)
+        self._number = max(self._number, snapshot.broadcast)
         self._take_outcomes(snapshot)
         if snapshot.asked_init == self.incarnation and not snapshot.fragments:
             self._answer_init()
         for fragment, record in enumerate(snapshot.fragments):
-            self._fetcher.want(fragment, record)
-        assert self._outbox is not None
+            held = self.learner.books.version(fragment)
+            went_back = same and record.version < held  # lost, and the leader has not seen it yet: it will say so
+            if not went_back and not self.learner.holds(fragment, record.version, record.theta.digest):
+                self._fetcher.want(fragment, record)
         await self._outbox.send_all_again()
+        for call in snapshot.rounds:  # their entries may be among those that were missed
+            if self.joined.is_set() and not self._outbox.sent(call.fragment, call.base):
+                self._for_learner(call)
+
+    def _lost_ground(self, snapshot: Snapshot) -> str | None:
+        """Why nothing of ours can go on: the run does not know us, or went back to before what we have seen."""
+        if snapshot.outcomes is None:
+            return "unknown to the run"
+        if snapshot.timeline == self._timeline:
+            return None
+        assert self.learner is not None
+        books = self.learner.books
+        for fragment, record in enumerate(snapshot.fragments):
+            held = books.version(fragment)
+            other_bits = held == record.version and not self.learner.holds(fragment, held, record.theta.digest)
+            if other_bits or max([held, *books.waiting(fragment)]) > record.version:
+                return f"a new timeline ({snapshot.timeline}) does not have what fragment {fragment} is based on"
+            known = {base for base, _, _ in snapshot.outcomes.get(fragment, [])}
+            if (settled := books.settled_on(fragment)) is not None and settled not in known:
+                return f"a new timeline ({snapshot.timeline}) lost an outcome of fragment {fragment}"
+        return None
 
     def _take_outcomes(self, snapshot: Snapshot) -> None:
         assert self._books is not None
@@ -403,8 +467,12 @@ class Client:
 
     async def _post(self, message: messages.Message) -> None:
         inbox = self.keys.contributions(self.identity.name)
-        data = messages.encode(message, self.keys.run)
+        data = self._encode(message)
         await self._persist(lambda: self._redis.xadd(inbox, {"m": data}), f"send a {message.type}")
+
+    def _encode(self, message: messages.Message) -> bytes:
+        assert self.record is not None
+        return messages.encode(message, self.keys.run, self.record.schema)
 
     # --- heartbeats ---------------------------------------------------------------------------------------
 
@@ -430,7 +498,7 @@ class Client:
         if not self.joined.is_set():
             return
         key = self.keys.progress(self.identity.name)
-        data = messages.encode(self._progress(), self.keys.run)
+        data = self._encode(self._progress())
         await self._pulse.xadd(key, {"m": data}, maxlen=_PROGRESS_KEPT, approximate=True)
         if self._beats % 64 == 0:  # a stream nobody reads any more must not stay for ever
             await self._pulse.expire(key, _PROGRESS_TTL_S)
@@ -452,26 +520,51 @@ class Client:
             heldout_loss=finite(vitals.heldout_loss),
             measured=vitals.measured,
             measured_tokens=vitals.measured_tokens,
+            timeline=self.learner.timeline if self.learner is not None else "",
             **self._books.report(),
         )
 
-    async def leave(self, reason: str) -> None:
-        """Say farewell with final figures: what was not sent is discarded."""
-        if not self.joined.is_set() or self._books is None:
+    async def leave(self, reason: str, within_s: float = LEAVE_S) -> None:
+        """Send what was handed over, then say farewell with final figures: what was not sent is discarded.
+
+        Takes at most about `within_s`: an upload that is not done by then is given up.
+        """
+        if not self.joined.is_set() or self._books is None or self._outbox is None:
             return
         self._leaving = True
+        await self._send_the_rest(within_s - farewell_s(within_s))
         figures = self._books.farewell()
         message = messages.Farewell(incarnation=self.incarnation, figures=figures, reason=reason[:_REASON_LIMIT])
         try:
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(farewell_s(within_s)):
                 await self._report()
                 await self._post(message)
         except STALL as error:
             log.warning("no farewell: %s", str(error) or "the server does not answer")
 
-    async def _persist(self, action: Callable[[], Awaitable[T]], what: str, *, bounded: bool = True) -> T:
-        """`bounded` False: a payload, which bounds itself chunk by chunk."""
-        return await persist(action, what, log, timeout_s=REPLY_S if bounded else None)
+    async def _send_the_rest(self, within_s: float) -> None:
+        """Until everything that was handed over is sent, or nothing sends any more."""
+        assert self._outbox is not None
+        assert self._sending is not None
+        flushing = asyncio.create_task(self._outbox.flush(), name="client: send the rest")
+        try:
+            await asyncio.wait({flushing, self._sending}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if not flushing.done() and self.stopped is None:
+                log.warning("leaving without the last contributions: they could not be sent in %.1f s", within_s)
+        finally:
+            flushing.cancel()
+            await asyncio.gather(flushing, return_exceptions=True)
+
+    async def _persist(
+        self, action: Callable[[], Awaitable[T]], what: str, *, bounded: bool = True, reading: bool = False
+    ) -> T:
+        """`bounded` False: a payload, which bounds itself chunk by chunk. `reading`: the broadcast."""
+        timeout_s = REPLY_S if bounded else None
+        on_state = self._note_cut if reading else None
+        return await persist(action, what, log, timeout_s=timeout_s, on_state=on_state, outages=self.outages)
+
+    def _note_cut(self, hearing: bool) -> None:
+        self._cut_off = self._cut_off or not hearing
 
 
 class _Left(Exception):

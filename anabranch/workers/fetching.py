@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from anabranch.errors import BlobMissing, PayloadError
 from anabranch.merge.codecs import decode, encoded_bytes
-from anabranch.queue.patience import persist
+from anabranch.queue.patience import Outages, persist
 from anabranch.workers.learner import NewVersion
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Fetcher:
         newest: Callable[[int], Awaitable[FragmentRecord | None]],
         deliver: Callable[[NewVersion], None],
         tasks: asyncio.TaskGroup,
+        outages: Outages | None = None,
     ) -> None:
         """`sizes`: parameters per fragment; `newest` asks `state` for a fragment's record."""
         self._blobs = blobs
@@ -40,6 +41,7 @@ class Fetcher:
         self._newest = newest
         self._deliver = deliver
         self._tasks = tasks
+        self._outages = outages
         self._wanted: dict[int, FragmentRecord] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
 
@@ -61,7 +63,7 @@ class Fetcher:
             record = self._wanted.pop(fragment, record)
             try:
                 fetch = partial(self._blobs.get, record.theta, encoded_bytes("fp32", size))
-                data = await persist(fetch, "fetch a fragment", log, timeout_s=None)
+                data = await persist(fetch, "fetch a fragment", log, timeout_s=None, outages=self._outages)
                 break
             except BlobMissing:  # superseded meanwhile: `state` names the newer one
                 newest = await self._newest(fragment)
@@ -71,4 +73,5 @@ class Fetcher:
             except PayloadError as error:
                 log.error("fragment %d, version %d: %s", fragment, record.version, error)
                 return
-        self._deliver(NewVersion(fragment, record.version, record.theta.digest, decode("fp32", data, size)))
+        theta = decode("fp32", data, size)
+        self._deliver(NewVersion(fragment, record.version, record.theta.digest, theta, record.timeline))

@@ -28,13 +28,16 @@ class NewVersion:
     version: int
     digest: bytes
     theta: Float32  # [size], read-only
+    timeline: str = ""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """An encoded Δ on its way to the I/O thread."""
+    """An encoded Δ on its way to the I/O thread. `round` 0: nobody called for it, it is a farewell."""
 
-    call: messages.Call
+    fragment: int
+    round: int
+    timeline: str
     base_digest: bytes
     snapshot: Snapshot
     loss: float | None
@@ -88,8 +91,29 @@ class Learner:
         self._spacing_s: float | None = None  # between two calls, to whomever
         self._next_fragment = 0
         self._loss: float | None = None
+        self._timeline = ""
 
     # --- the I/O thread -----------------------------------------------------------------------------------
+
+    @property
+    def timeline(self) -> str:
+        """The one whose versions are held; empty before the first was read."""
+        with self._lock:
+            return self._timeline
+
+    def go_on_under(self, timeline: str) -> None:
+        """What is held stays; what waited to be adopted or answered belonged to an earlier timeline."""
+        with self._lock:
+            if timeline != self._timeline:
+                self._timeline = timeline
+                self._calls.clear()
+                self._versions.clear()
+                self._copies.clear()
+
+    def holds(self, fragment: int, version: int, digest: bytes) -> bool:
+        """Whether exactly these bits are the fragment's base."""
+        with self._lock:
+            return self.books.version(fragment) == version and self._digests.get(fragment) == digest
 
     def heard(self, call: messages.Call) -> None:
         """Any call, also one for others: where the cycle over fragments stands and how fast it turns."""
@@ -108,14 +132,19 @@ class Learner:
             copy = self._copies.pop(call.fragment, None)
             loss = self._loss
         if copy is not None and copy.snapshot.base == call.base and self.books.send(call.fragment, copy.snapshot):
-            return Outgoing(call, copy.base_digest, copy.snapshot, loss, copy.data, self._codec)
+            return self._outgoing(call.fragment, call.round, copy, loss)
         with self._lock:
             self._calls.append(call)
         return None
 
     def offer(self, version: NewVersion) -> None:
-        """Leave a new version for the next boundary; an older one waiting there is replaced."""
+        """Leave a new version for the next boundary; an older one waiting there is replaced.
+
+        One of a timeline that is over (its download took long) is not taken.
+        """
         with self._lock:
+            if version.timeline != self._timeline:
+                return
             waiting = self._versions.get(version.fragment)
             if waiting is None or waiting.version < version.version:
                 self._versions[version.fragment] = version
@@ -148,8 +177,9 @@ class Learner:
         ):
             return False  # read again after a gap: base and work stay
         self._adoption.adopt(self.store, version.fragment, version.theta)
-        self.books.adopt(version.fragment, version.version)
-        self._digests[version.fragment] = version.digest
+        with self._lock:
+            self.books.adopt(version.fragment, version.version)
+            self._digests[version.fragment] = version.digest
         return True
 
     def _answer(self, call: messages.Call, loss: float | None) -> Outgoing | Refusal | None:
@@ -163,7 +193,22 @@ class Learner:
         copy = self._copy(call.fragment)
         if not self.books.send(call.fragment, copy.snapshot):
             return None  # an earlier contribution on this base was merged meanwhile
-        return Outgoing(call, copy.base_digest, copy.snapshot, loss, copy.data, self._codec)
+        return self._outgoing(call.fragment, call.round, copy, loss)
+
+    def farewell(self) -> list[Outgoing]:
+        """Leaving: a last contribution for each fragment that has tokens and none in flight."""
+        last = []
+        for fragment in range(len(self.books)):
+            if self.books.version(fragment) >= 0 and self.books.holds(fragment) > 0 and self.books.idle(fragment):
+                copy = self._copy(fragment)
+                if self.books.send(fragment, copy.snapshot):
+                    last.append(self._outgoing(fragment, 0, copy, self._loss))
+        return last
+
+    def _outgoing(self, fragment: int, round_number: int, copy: _Copy, loss: float | None) -> Outgoing:
+        return Outgoing(
+            fragment, round_number, self.timeline, copy.base_digest, copy.snapshot, loss, copy.data, self._codec
+        )
 
     def _copy(self, fragment: int) -> _Copy:
         data = encode(self._codec, self.store.delta(fragment))

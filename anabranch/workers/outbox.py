@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from anabranch.faults import fail_at
 from anabranch.queue import messages
-from anabranch.queue.patience import REPLY_S, STALL, persist
+from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
 from anabranch.workers.learner import Outgoing, Refusal
 
 if TYPE_CHECKING:
@@ -37,8 +37,18 @@ def finite(loss: float | None) -> float | None:
 class Outbox:
     """Sends in the order submitted, one at a time, so that a fragment's contributions arrive in order."""
 
-    def __init__(self, name: str, incarnation: int, books: Books, blobs: BlobStore, post: Post, ttl_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        books: Books,
+        blobs: BlobStore,
+        post: Post,
+        ttl_s: float,
+        outages: Outages | None = None,
+    ) -> None:
         """`post` puts a message into the worker's inbox; `ttl_s` is that of uploads."""
+        self._outages = outages
         self.bytes_sent = 0
         self._name = name
         self._incarnation = incarnation
@@ -62,6 +72,11 @@ class Outbox:
                     await self._contribute(item)
                 else:
                     await self._decline(item)
+                self._queue.task_done()
+
+    async def flush(self) -> None:
+        """Return once everything that was submitted is sent."""
+        await self._queue.join()
 
     async def _decline(self, item: Refusal) -> None:
         call = item.call
@@ -72,34 +87,38 @@ class Outbox:
         )
 
     async def _contribute(self, item: Outgoing) -> None:
-        call, snapshot = item.call, item.snapshot
+        snapshot = item.snapshot
         fail_at("worker before upload")
         claim = await self._payload(
             lambda: self._blobs.put(self._name, item.data, item.codec, self._ttl_s), "upload a contribution"
         )
         fail_at("worker after upload")
-        if self._books.has_outcome(call.fragment, snapshot.base):  # an earlier one was merged during the upload
+        if self._books.has_outcome(item.fragment, snapshot.base):  # an earlier one was merged during the upload
             await self._discard(claim)
             return
         message = messages.Contribution(
             incarnation=self._incarnation,
-            fragment=call.fragment,
-            timeline=call.timeline,
+            fragment=item.fragment,
+            timeline=item.timeline,
             base=snapshot.base,
             base_digest=item.base_digest,
-            round=call.round,
+            round=item.round,
             tokens=snapshot.tokens,
             steps=snapshot.steps,
             loss=finite(item.loss),
             figures=snapshot.figures,
             claim=claim,
         )
-        earlier = self._unsettled.get((call.fragment, snapshot.base))
-        self._unsettled[call.fragment, snapshot.base] = (message, item.data)
+        earlier = self._unsettled.get((item.fragment, snapshot.base))
+        self._unsettled[item.fragment, snapshot.base] = (message, item.data)
         await self._post(message)
         self.bytes_sent += claim.bytes
         if earlier is not None:
             await self._discard(earlier[0].claim)
+
+    def sent(self, fragment: int, base: int) -> bool:
+        """Whether a contribution on this base waits for its outcome."""
+        return (fragment, base) in self._unsettled
 
     def settle(self, verdicts: Sequence[messages.Verdict]) -> list[messages.Claim]:
         """Take outcomes into the books; returns payloads that nobody needs any more."""
@@ -129,7 +148,7 @@ class Outbox:
         if (sent := self._unsettled.get((fragment, base))) is None:
             return
         message, data = sent
-        if not await self._payload(lambda: self._blobs.refresh(message.claim, self._ttl_s), "refresh a payload"):
+        if not await self._refreshed(message.claim):
             await self._payload(lambda: self._blobs.put_again(message.claim, data, self._ttl_s), "upload again")
         await self._post(message)
 
@@ -137,7 +156,17 @@ class Outbox:
         while True:
             await asyncio.sleep(self._ttl_s / 3)
             for message, _ in list(self._unsettled.values()):
-                await self._payload(partial(self._blobs.refresh, message.claim, self._ttl_s), "refresh a payload")
+                await self._refreshed(message.claim)
+
+    async def _refreshed(self, claim: messages.Claim) -> bool:
+        """Restart a payload's TTL; False if it is gone. Bounded, unlike an upload: its connection may be dead."""
+        return await persist(
+            partial(self._blobs.refresh, claim, self._ttl_s),
+            "refresh a payload",
+            log,
+            timeout_s=REPLY_S,
+            outages=self._outages,
+        )
 
     async def _discard(self, claim: messages.Claim) -> None:
         with suppress(*STALL):
@@ -146,4 +175,4 @@ class Outbox:
 
     async def _payload(self, action: Callable[[], Awaitable[T]], what: str) -> T:
         """Payloads bound themselves chunk by chunk."""
-        return await persist(action, what, log, timeout_s=None)
+        return await persist(action, what, log, timeout_s=None, outages=self._outages)

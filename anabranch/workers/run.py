@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,7 @@ from anabranch.errors import SpecError, UsageError
 from anabranch.loops import run_async
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec, TaskSpec
+from anabranch.workers.client import LEAVE_S, Identity, default_name, farewell_s, read_run_record
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +47,15 @@ class MemberOptions:
 
 class Ending:
     """Set by SIGTERM or SIGINT: before `joined` they end the process (nothing is at stake yet), afterwards the
-    worker finishes its step and says farewell; a second signal ends it at once."""
+    worker finishes its step, sends its last contributions and says farewell, all within `drain_s`. A step that takes
+    longer is dropped; a second signal ends the process at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, drain_s: float = LEAVE_S) -> None:
         self.reason: str | None = None
         self.joined = False
+        self.session: Session | None = None  # what is left without its step when that takes too long
+        self._drain_s = drain_s
+        self._asked_at = 0.0
 
     def __call__(self) -> bool:
         return self.reason is not None
@@ -60,11 +66,30 @@ class Ending:
             signal.signal(signal.SIGTERM, self._handle)
             signal.signal(signal.SIGINT, self._handle)
 
+    @property
+    def left_s(self) -> float:
+        """What is left of the time to leave in."""
+        spent_s = time.monotonic() - self._asked_at if self.reason is not None else 0.0
+        return max(0.0, self._drain_s - spent_s)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason is not None:
             os._exit(128 + number)
+        self._asked_at = time.monotonic()
         self.reason = signal.Signals(number).name
         if not self.joined:
+            os._exit(0)
+        # A thread: whatever the main one is doing, a signal handler may not take a lock that it holds.
+        threading.Thread(target=self._drop_the_step, name="anabranch drain", daemon=True).start()
+
+    def _drop_the_step(self) -> None:
+        log.info("%s: finishing what is in flight, in at most %g s; again: at once", self.reason, self._drain_s)
+        if (session := self.session) is None:
+            return
+        session.hurry()
+        time.sleep(self._drain_s - farewell_s(self._drain_s))
+        if session.abandon(self.reason or "", self.left_s):
+            log.warning("the step was not done after %.1f s: left without it", self._drain_s)
             os._exit(0)
 
 
@@ -85,8 +110,6 @@ def load_task(task: TaskSpec, override: str | None = None) -> Task:
 
 def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     """Train until the run stops or `ending` is set."""
-    from anabranch.workers.client import Identity, default_name, read_run_record
-
     Identity(options.name or default_name(), options.label)  # a bad name is refused before anything is waited for
     if not 0 < options.duty <= 1:
         raise UsageError(f"--duty {options.duty}: a share of time above 0 and at most 1")
@@ -101,9 +124,9 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     with Session(
         url, model, optimizer, name=options.name, label=options.label, device=device, duty=options.duty
     ) as s:
-        ending.joined = True
+        ending.session, ending.joined = s, True
         _train(s, task, model, optimizer, spec.seed, ending)
-        s.close(ending.reason or s.stopped or "done")
+        s.close(ending.reason or s.stopped or "done", drain_s=ending.left_s)
 
 
 def _train(
@@ -125,7 +148,6 @@ def _train(
 
 def run_evaluator(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     """Measure held-out loss of the global model until the run stops or `ending` is set."""
-    from anabranch.workers.client import Identity, default_name, read_run_record
     from anabranch.workers.evaluator import evaluate
     from anabranch.workers.session import Session
 
@@ -136,9 +158,9 @@ def run_evaluator(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
         os.nice(_NICENESS)
     task, model, device = _build(spec, options)
     with Session(url, model, name=name, label=options.label, role="evaluator", device=device) as session:
-        ending.joined = True
+        ending.session, ending.joined = session, True
         evaluate(session, task, model, every_s=options.every_s, ending=ending)
-        session.close(ending.reason or session.stopped or "done")
+        session.close(ending.reason or session.stopped or "done", drain_s=ending.left_s)
 
 
 def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module, str]:
@@ -155,8 +177,10 @@ def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module
 
 
 def _run_synthetic(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
-    from anabranch.workers.client import default_name
     from anabranch.workers.synthetic import SyntheticWorker
 
-    ending.joined = True  # it looks at `ending` from its first moment on
-    run_async(SyntheticWorker(url, options.name or default_name()).run(ending))
+    def joined() -> None:
+        ending.joined = True
+
+    worker = SyntheticWorker(url, options.name or default_name())
+    run_async(worker.run(ending, drain_s=lambda: ending.left_s, on_joined=joined))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
@@ -25,7 +26,7 @@ from anabranch.errors import LayoutMismatch, MemberRefused, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
-from anabranch.workers.client import Client, Identity, default_name
+from anabranch.workers.client import LEAVE_S, Client, Identity, default_name
 from anabranch.workers.learner import Learner, Outgoing, Refusal
 from anabranch.workers.torch_store import TorchStore, shapes
 
@@ -37,6 +38,7 @@ log = logging.getLogger("anabranch.worker")
 FACTOR = 0.25  # of the step-time average
 LOSS_EVERY_S = 0.5  # reading a loss from a GPU waits for it
 JOIN_POLL_S = 0.05
+EXTRA_S = 1.0  # for the background thread to end after it has left
 
 T = TypeVar("T")
 
@@ -69,6 +71,8 @@ class Session:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closing: asyncio.Event | None = None
+        self._leaving = threading.Lock()  # `close` and `abandon` come from two threads
+        self._hurried = False
         self._began = self._last = 0.0
         self._loss: torch.Tensor | float | None = None
         self._loss_at = 0.0
@@ -89,14 +93,45 @@ class Session:
         self._began = self._last = time.monotonic()
         return self
 
-    def close(self, reason: str = "done") -> None:
-        """Say farewell and end the background thread. Safe to call twice."""
+    def close(self, reason: str = "done", *, drain_s: float = LEAVE_S, contribute: bool = True) -> None:
+        """Send a last contribution for each fragment, say farewell and end the background thread, within `drain_s`.
+
+        Call it at a step boundary; `contribute` False leaves without contributions, as after an error in the middle
+        of a step. Safe to call twice. Raises what ended the background thread meanwhile, if something did.
+        """
+        known = self._error
+        with self._leaving:
+            if contribute and self._thread is not None:
+                self._hand_over_the_rest()
+            self._end_thread(reason, drain_s)
+        if self._error is not known:
+            self._check()
+
+    def abandon(self, reason: str, drain_s: float) -> bool:
+        """From another thread, while a step takes too long: leave without it. False if it was closed before."""
+        with self._leaving:
+            return self._end_thread(reason, drain_s)
+
+    def hurry(self) -> None:
+        """From another thread: rest no more for a duty cycle, somebody waits for the next step boundary."""
+        self._hurried = True
+        self._wake.set()
+
+    def _hand_over_the_rest(self) -> None:
+        learner = self._client.learner
+        if learner is not None and self.stopped is None and self._client.joined.is_set():
+            for last in learner.farewell():
+                self._call_soon(partial(self._client.submit, learner, last))
+
+    def _end_thread(self, reason: str, drain_s: float) -> bool:
+        """Leave; False if that was done before."""
         thread, self._thread = self._thread, None
         if thread is None:
-            return
+            return False
         if self._loop is not None and self._closing is not None and thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._leave(reason), self._loop)
-        thread.join(timeout=10.0)
+            asyncio.run_coroutine_threadsafe(self._leave(reason, drain_s), self._loop)
+        thread.join(timeout=drain_s + EXTRA_S)
+        return True
 
     def __enter__(self) -> Self:
         return self if self._thread is not None else self.start()
@@ -104,7 +139,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close("done" if error is None else f"{type(error).__name__}: {error}")
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(f"{type(error).__name__}: {error}", contribute=False)
+        except Exception:
+            log.warning("the session could not be closed in order", exc_info=True)  # `error` is what matters
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -213,10 +254,10 @@ class Session:
             raise LayoutMismatch(f"this model is not the run's: {difference}")
         await self._client.serve(TorchStore(self._model, layout), layout)
 
-    async def _leave(self, reason: str) -> None:
+    async def _leave(self, reason: str, within_s: float) -> None:
         assert self._closing is not None
         try:
-            await self._client.leave(reason)
+            await self._client.leave(reason, within_s)
         finally:
             self._closing.set()
 
@@ -245,7 +286,7 @@ class Session:
     def _rest(self, seconds: float) -> None:
         """Rest for a duty cycle, but answer calls: between two steps every moment is a boundary."""
         started = time.monotonic()
-        while (left := seconds - (time.monotonic() - started)) > 0:
+        while not self._hurried and (left := seconds - (time.monotonic() - started)) > 0:
             if self._wake.wait(left):
                 self._wake.clear()
                 self._boundary()

@@ -20,7 +20,7 @@ from anabranch.merge.fragments import Layout
 from anabranch.model import Float32, layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
-from anabranch.workers.client import Client, Identity
+from anabranch.workers.client import LEAVE_S, Client, Identity
 from anabranch.workers.learner import Learner
 
 IDLE_S = 0.005  # between two looks at the mailboxes while there is nothing to train
@@ -110,29 +110,52 @@ class SyntheticWorker:
         self._make_store = store
         self._began = self._last = 0.0
 
-    async def run(self, ending: Callable[[], bool] = lambda: False) -> None:
-        """Join, take part until the run stops or `ending()`, say farewell, and return."""
+    async def run(
+        self,
+        ending: Callable[[], bool] = lambda: False,
+        *,
+        drain_s: Callable[[], float] = lambda: LEAVE_S,
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Join, take part until the run stops or `ending()`, say farewell (within `drain_s()`), and return."""
         async with AsyncExitStack() as stack:
             record = await self.client.open(stack)
             layout = record.layout or SyntheticOptions.parse(record.spec.task.options).layout(record.spec)
             self.store = self._make_store(layout)
             serving = asyncio.create_task(self.client.serve(self.store, layout), name="synthetic: serve")
-            training = asyncio.create_task(self._loop(len(layout.fragments), ending), name="synthetic: train")
+            acting = asyncio.create_task(
+                self._act(len(layout.fragments), ending, drain_s, on_joined), name="synthetic: train and leave"
+            )
             try:
-                await asyncio.wait({serving, training}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({serving, acting}, return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
                     serving.result()
-                await training  # it ends with the run
-                await self.client.leave(self.client.stopped or "done")
+                await acting  # it ends with the run
             finally:
-                for task in (serving, training):
+                for task in (serving, acting):
                     task.cancel()
-                await asyncio.gather(serving, training, return_exceptions=True)
+                await asyncio.gather(serving, acting, return_exceptions=True)
+
+    async def _act(
+        self,
+        fragments: int,
+        ending: Callable[[], bool],
+        drain_s: Callable[[], float],
+        on_joined: Callable[[], None],
+    ) -> None:
+        """What the training side does, from joining to leaving."""
+        await self.client.joined.wait()
+        on_joined()
+        await self._loop(fragments, ending)
+        learner = self.client.learner
+        if learner is not None and self.client.stopped is None:
+            for last in learner.farewell():
+                self.client.submit(learner, last)
+        await self.client.leave(self.client.stopped or "done", drain_s())
 
     async def _loop(self, fragments: int, ending: Callable[[], bool]) -> None:
         """Steps on the event loop's time; boundaries as a training thread would have them."""
         client = self.client
-        await client.joined.wait()
         self._began = self._last = time.monotonic()
         while not ending() and client.stopped is None:
             learner = client.learner

@@ -27,7 +27,7 @@ async def test_kill_minus_nine(run_url: str, run_name: str) -> None:
             os.kill(victim.pid, signal.SIGKILL)
             killed_at, merged = time.monotonic(), sum(run.versions())
             await wait_until(lambda: bool(run.tape("gone")), "the victim is gone")
-            assert time.monotonic() - killed_at <= 3 * HEARTBEAT_S + 0.3  # 0.3: a loaded test machine
+            assert time.monotonic() - killed_at <= 3 * HEARTBEAT_S + 1.0  # 1.0: a loaded test machine
         await wait_until(lambda: bool(run.state.departed), "its books are closed")
         books = run.state.departed[0]
         assert books.name == "victim"

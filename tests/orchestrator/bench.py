@@ -18,7 +18,8 @@ from anabranch.orchestrator.state import State
 from anabranch.queue.messages import Claim
 from anabranch.spec import RoundsSpec, RunSpec
 
-TIMELINE = "0-bench"
+NONCE = "bench"
+TIMELINE = f"0-{NONCE}"
 TOKENS = 100  # per step
 BEAT_S = 0.5  # heartbeat_s is 1.0
 
@@ -109,7 +110,7 @@ class Bench:
     """One core and everything around it."""
 
     def __init__(self, spec: RunSpec | None = None, *, sizes: Sequence[int] = (10, 10), born: bool = True) -> None:
-        self.core = Core(spec or make_spec(), TIMELINE)
+        self.core = Core(spec or make_spec(), NONCE)
         self.now = 0.0
         self.log: list[ev.Instruction] = []  # everything the core ever said
         self.timers: dict[tuple[ev.TimerName, int], float] = {}
@@ -258,5 +259,11 @@ class Bench:
             for i, m in self.state.members.items()
         }
         return Core.load(
-            core, list(members.values()), accounts, spec=self.state.spec, broadcast=self.broadcast, now=self.now
+            core,
+            list(members.values()),
+            accounts,
+            spec=self.state.spec,
+            nonce=NONCE,
+            broadcast=self.broadcast,
+            now=self.now,
         )

@@ -305,12 +305,22 @@ def test_an_unknown_base_is_refused() -> None:
     assert not only(ev.Fetch, result)
 
 
-def test_another_timeline_is_refused() -> None:
+def test_another_timeline_with_the_same_bits_is_the_same_base() -> None:
     bench = Bench()
     opened(bench, "a")
-    result = bench.contribute("a", timeline="1-other")
-    assert one(ev.Reject, result).reason == f"unknown base: timeline 1-other, the run is on {TIMELINE}"
+    assert only(ev.Fetch, bench.contribute("a", timeline="1-other"))
+    bench = Bench()
+    opened(bench, "a")
+    result = bench.contribute("a", timeline="1-other", base_digest=digest(1, 99))
+    assert "other bits" in one(ev.Reject, result).reason
     assert not only(ev.Fetch, result)
+
+
+def test_a_base_that_is_newer_on_another_timeline_says_so() -> None:
+    bench = Bench()
+    opened(bench, "a")
+    result = bench.contribute("a", timeline="1-other", base=7)
+    assert one(ev.Reject, result).reason == f"unknown base: timeline 1-other, the run is on {TIMELINE}"
 
 
 def test_a_base_with_other_bits_is_refused() -> None:

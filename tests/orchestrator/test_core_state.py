@@ -67,7 +67,9 @@ def test_records_hold_durations_so_another_process_with_another_clock_can_go_on(
     bench = busy()
     core, members = stored(bench.core, bench.now)
     accounts = {i: dataclasses.replace(m.account) for i, m in bench.state.members.items()}
-    later = Core.load(core, list(members.values()), accounts, spec=bench.state.spec, broadcast=9, now=77777.0)
+    later = Core.load(
+        core, list(members.values()), accounts, spec=bench.state.spec, nonce="x", broadcast=9, now=77777.0
+    )
     assert stored(later, 77777.0) == (core, members)
     (mine,), (theirs,) = bench.state.rounds.values(), later.state.rounds.values()
     assert 77777.0 - theirs.opened_at == bench.now - mine.opened_at
@@ -192,7 +194,7 @@ def test_loading_takes_the_ledgers_figures() -> None:
     bench = busy()
     core, members = stored(bench.core, bench.now)
     accounts = {1: Account([5, 0], [0, 6], [0, 0])}
-    loaded = Core.load(core, list(members.values()), accounts, spec=bench.state.spec, broadcast=0, now=0.0)
+    loaded = Core.load(core, list(members.values()), accounts, spec=bench.state.spec, nonce="x", broadcast=0, now=0.0)
     assert loaded.state.members[1].account == accounts[1]
     assert loaded.state.members[2].account == Account.empty(2)
 

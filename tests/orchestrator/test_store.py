@@ -22,7 +22,8 @@ QUICK = Pace(step_s=0.003)
 
 async def test_a_run_that_is_not_there_is_begun(run_url: str, run_name: str) -> None:
     redis = connect(RunUrl.parse(run_url), name="test")
-    core, record = await store.load(redis, Keys(run_name), None, "0-aa", 0.0)
+    stored = await store.read_stored(redis, Keys(run_name), None, "aa", 0.0)
+    core, record = stored.core, stored.record
     await redis.aclose()
     assert not core.state.born
     assert record.spec == RunSpec(name=run_name)
@@ -34,7 +35,8 @@ async def test_what_is_stored_is_loaded_again(run_url: str, run_name: str) -> No
         run.add("w", QUICK)
         await run.reach(2)
         await run.settle()
-        core, record = await store.load(run.redis, run.keys, None, "ignored", 100.0)
+        stored = await store.read_stored(run.redis, run.keys, None, "ignored", 100.0)
+        core, record = stored.core, stored.record
         assert record.spec == run.state.spec
         ours, theirs = dump_core(core.state, 100.0), dump_core(run.state, run.synchronizer.clock.now)
         volatile = {"averages", "counts", "rounds"}
@@ -91,14 +93,14 @@ async def test_the_first_difference_is_named(
 ) -> None:
     async with bench(run_url, make_spec(run_name)) as run:
         with pytest.raises(SpecError, match=words):
-            await store.load(run.redis, run.keys, make_spec(run_name, **sections), "0-aa", 0.0)
+            await store.read_stored(run.redis, run.keys, make_spec(run_name, **sections), "aa", 0.0)
 
 
 async def test_settings_that_may_change_are_no_difference(run_url: str, run_name: str) -> None:
     async with bench(run_url, make_spec(run_name)) as run:
         other = make_spec(run_name, rounds={"quorum": 5, "inner_steps": 99})
-        core, _ = await store.load(run.redis, run.keys, other, "0-aa", 0.0)
-        assert core.state.spec.rounds.quorum == 1, "the stored ones are in force"
+        stored = await store.read_stored(run.redis, run.keys, other, "aa", 0.0)
+        assert stored.core.state.spec.rounds.quorum == 1, "the stored ones are in force"
 
 
 async def test_old_blobs_run_out_and_current_ones_stay(run_url: str, run_name: str) -> None:

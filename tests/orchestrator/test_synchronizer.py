@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anabranch.errors import CheckpointError, Fenced, SpecError, UnsuitableServer
+from anabranch.errors import CheckpointError, SpecError, UnsuitableServer
 from anabranch.faults import POINTS, InjectedFault, armed
 from anabranch.orchestrator.checkpoint import FOLDER, complete_checkpoints
 from anabranch.orchestrator.synchronizer import Synchronizer
@@ -72,7 +72,10 @@ async def test_a_standby_takes_over_what_the_leader_left(run_url: str, run_name:
     await task
 
 
-async def test_a_fenced_leader_ends_and_says_who_holds_the_run(run_url: str, run_name: str) -> None:
+async def test_a_fenced_leader_stands_by_and_says_who_holds_the_run(
+    run_url: str, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="anabranch")
     url = RunUrl.parse(run_url)
     first = Synchronizer(url, make_spec(run_name, leader={"lease_s": 0.3}))
     task = asyncio.create_task(first.run(), name="first")
@@ -80,10 +83,15 @@ async def test_a_fenced_leader_ends_and_says_who_holds_the_run(run_url: str, run
     redis = connect(url, name="usurper")
     await redis.delete(first.keys.lease)
     await FencedWriter(redis, first.keys, "usurper").acquire(60.0)
-    with pytest.raises(Fenced, match="the run is held by 2:usurper"):
-        await task
+    await wait_until(lambda: first.standby_for == "usurper", "it stands by")
+    assert first.core is None
+    assert "the run is held by 2:usurper" in caplog.text
     assert await redis.get(first.keys.lease) == b"usurper", "it did not release what is not its own"
+    await redis.delete(first.keys.lease)
+    await wait_until(lambda: first.core is not None, "it leads again")
     await redis.aclose()
+    first.end()
+    await task
 
 
 async def test_an_unsuitable_server_is_refused(server_factory: ServerFactory) -> None:
@@ -115,9 +123,7 @@ async def test_a_mutable_setting_continues_as_stored(run_url: str, run_name: str
         assert again.state.spec.rounds.quorum == 3
 
 
-async def test_an_empty_server_beside_checkpoints_is_no_beginning(
-    run_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_beside_checkpoints_no_new_model_is_begun(run_url: str, run_name: str, tmp_path: Path) -> None:
     async with bench(run_url, make_spec(run_name), directory=tmp_path) as run:
         run.add("w", QUICK)
         await run.reach(1)
@@ -126,8 +132,9 @@ async def test_an_empty_server_beside_checkpoints_is_no_beginning(
     redis = connect(RunUrl.parse(run_url), name="test")
     await redis.flushall()
     await redis.aclose()
-    with pytest.raises(CheckpointError, match=r"holds nothing of run .* a new model must not take its place"):
-        await Synchronizer(RunUrl.parse(run_url), make_spec(run_name), directory=tmp_path).run()
+    init = tmp_path / "init.safetensors"
+    with pytest.raises(CheckpointError, match=r"--init .* would begin a new model, but .* is a checkpoint of run"):
+        await Synchronizer(RunUrl.parse(run_url), make_spec(run_name), directory=tmp_path, init=init).run()
 
 
 async def test_a_member_with_versions_keeps_an_emptied_server_from_a_new_birth(run_url: str, run_name: str) -> None:
@@ -335,7 +342,10 @@ async def test_streams_and_books_of_the_departed_are_cleared_away(run_url: str, 
             )
 
         await wait_until(cleared, "nothing of them is left")
-        assert len(run.synchronizer._inboxes._senders) == 3, "only `control` and the streams of who is here are read"
+        term = run.synchronizer.term
+        assert term is not None
+        senders = term._inboxes._senders
+        assert len(senders) == 3, "only `control` and the streams of who is here are read"
 
 
 # --- named points -----------------------------------------------------------------------------------------

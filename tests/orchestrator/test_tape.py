@@ -58,9 +58,9 @@ def test_the_page_gets_the_last_few(tmp_path: Path) -> None:
     tape.close()
 
 
-def test_a_stamp_is_wall_clock_time_and_comes_first() -> None:
+def test_a_stamp_is_a_number_and_wall_clock_time_and_comes_first() -> None:
     stamped = Tape(None).stamp(event(1))
-    assert list(stamped) == ["time", "kind", "reason"]
+    assert list(stamped) == ["id", "time", "kind", "reason"]
     assert stamped["time"] > 1.6e9
 
 

@@ -19,7 +19,7 @@ from anabranch.orchestrator.ledger import Account
 from anabranch.orchestrator.policies import quorum_of
 from anabranch.queue.messages import Verdict, pack
 from anabranch.workers.books import Books
-from tests.orchestrator.bench import BEAT_S, TIMELINE, claim, digest, make_spec, only
+from tests.orchestrator.bench import BEAT_S, NONCE, TIMELINE, claim, digest, make_spec, only
 
 TICK_S = 1 / 64
 NAMES = ("ann", "bob", "cid", "mallory")
@@ -62,7 +62,7 @@ class World:
     def __init__(self, seed: int, quorum: int = 2, in_flight: int = 2) -> None:
         self.random = random.Random(seed)
         spec = make_spec(fragments=FRAGMENTS, inner_steps=6, quorum=quorum, in_flight=in_flight, deadline_min_s=2.0)
-        self.core = Core(spec, TIMELINE)
+        self.core = Core(spec, NONCE)
         self.now = 0.0
         self.log: list[ev.Instruction] = []
         self.seen: Counter[str] = Counter()
@@ -330,6 +330,7 @@ class World:
             list(members.values()),
             accounts,
             spec=state.spec,
+            nonce=NONCE,
             broadcast=len(self.broadcast),
             now=self.now,
         )

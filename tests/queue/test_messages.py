@@ -66,7 +66,7 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
                  "step_s": seconds, "loss": loss, "adopted": numbers, "held": figure_list, "processed": figure,
                  "discarded": figure_list, "pending": figure_list, "read": count, "train_s": seconds,
                  "rest_s": seconds, "life_s": seconds, "bytes_sent": count, "device": text, "heldout_loss": loss,
-                 "measured": numbers, "measured_tokens": count},
+                 "measured": numbers, "measured_tokens": count, "timeline": text},
     "welcome": {"name": name, "nonce": nonce, "incarnation": count},
     "refused": {"name": name, "nonce": nonce, "reason": text, "retry": st.booleans()},
     "closed": {"incarnations": numbers, "reason": text},
@@ -174,9 +174,9 @@ def test_a_message_of_another_run_is_refused() -> None:
         decode(data, RUN)
 
 
-@pytest.mark.parametrize("schema", [0, 2, 99, "1", True, 1.0, None])
+@pytest.mark.parametrize("schema", [0, 3, 99, "1", True, 1.0, None])
 def test_another_schema_names_what_to_install(schema: object) -> None:
-    with pytest.raises(SchemaMismatch, match=r"this release reads 1 to 1: install the run's release"):
+    with pytest.raises(SchemaMismatch, match=r"reads 1 to 2: install the same release everywhere"):
         decode(envelope(s=schema), RUN)
 
 

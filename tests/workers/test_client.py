@@ -375,7 +375,10 @@ async def test_a_farewell_leaves_no_lost_tokens(run_url: str, run_name: str) -> 
     async with bench(run_url, make_spec(run_name)) as run:
         run.add("steady", QUICK)
         leaver = run.add("leaver", Pace(step_s=0.003, steps=60))
-        await wait_until(lambda: leaver.step == 60, "it has trained")
+        await wait_until(
+            lambda: leaver.step == 60 and any(m.last_round for m in run.state.members.values() if m.name == "leaver"),
+            "it has trained and took part",
+        )
         await leaver.client.leave("enough")
         await wait_until(lambda: any(d.name == "leaver" for d in run.state.departed), "its books are closed")
         run.kill("leaver")

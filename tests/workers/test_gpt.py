@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from anabranch.errors import CheckpointError, SpecError
-from anabranch.workers.sample import generate, load_checkpoint_model
+from anabranch.spec import parse_spec
+from anabranch.workers.sample import generate, load_checkpoint_model, sample_checkpoint
 from anabranch.workers.tasks.base import CosineSchedule, Task
 from anabranch.workers.tasks.gpt import GPT, GPTTask
+from tests.saved import memory_url, save_model
 
 SMALL = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "warmup_tokens": 0, "learning_rate": 1e-2}
 
@@ -151,34 +151,38 @@ def test_sampling_repeats_with_its_seed(small: tuple[GPTTask, GPT]) -> None:
     assert greedy == generate(model, task.config, b"", 4, temperature=0.0, seed=2)
 
 
-def checkpoint(directory: Path, model: GPT, task_spec: object) -> None:
-    save_file(
-        {name: parameter.detach() for name, parameter in model.named_parameters()}, directory / "theta.safetensors"
-    )
-    (directory / "manifest.json").write_text(json.dumps({"spec": {"task": task_spec}}))
+async def checkpoint(where: str | Path, model: GPT, task_spec: dict[str, object]) -> str:
+    """A checkpoint as a run would write it; its location."""
+    spec = parse_spec({"task": task_spec, "rounds": {"fragments": 2}})
+    return await save_model(where, spec, {name: p.detach().numpy() for name, p in model.named_parameters()})
 
 
-def test_a_checkpoint_gives_the_same_model(tmp_path: Path, small: tuple[GPTTask, GPT]) -> None:
+async def test_a_checkpoint_gives_the_same_model(tmp_path: Path, small: tuple[GPTTask, GPT]) -> None:
     task, model = small
-    checkpoint(tmp_path, model, {"name": "gpt", "options": SMALL})
-    loaded_task, loaded = load_checkpoint_model(tmp_path)
-    assert loaded_task.config == task.config
+    for where in (str(tmp_path), memory_url()):
+        location = await checkpoint(where, model, {"name": "gpt", "options": SMALL})
+        for named in (location, where):
+            loaded_task, loaded = load_checkpoint_model(named)
+            assert loaded_task.config == task.config
+            for ours, theirs in zip(model.parameters(), loaded.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
     assert heldout_loss(loaded_task, loaded) == heldout_loss(task, model)
+    assert sample_checkpoint(location, "def ", 4, 0.0, 1).startswith("def ")
 
 
-def test_an_unusable_checkpoint_is_explained(tmp_path: Path, small: tuple[GPTTask, GPT]) -> None:
+async def test_an_unusable_checkpoint_is_explained(tmp_path: Path, small: tuple[GPTTask, GPT]) -> None:
     _, model = small
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="neither a checkpoint"):
         load_checkpoint_model(tmp_path)
-    checkpoint(tmp_path, model, {"name": "resnet"})
-    with pytest.raises(CheckpointError, match="'resnet'"):
-        load_checkpoint_model(tmp_path)
-    checkpoint(tmp_path, model, {"name": "gpt", "options": {**SMALL, "layers": 3}})
-    with pytest.raises(CheckpointError, match=r"lacks tensor 'blocks\.2"):
-        load_checkpoint_model(tmp_path)
-    checkpoint(tmp_path, model, {"name": "gpt", "options": {**SMALL, "width": 64}})
-    with pytest.raises(CheckpointError, match="has shape"):
-        load_checkpoint_model(tmp_path)
-    (tmp_path / "theta.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        load_checkpoint_model(tmp_path)
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"name": "resnet"}, "'resnet'"),
+        ({"name": "gpt", "options": {**SMALL, "layers": 3}}, r"lacks tensor 'blocks\.2"),
+        ({"name": "gpt", "options": {**SMALL, "width": 64}}, "has shape"),
+    ]
+    for number, (task_spec, message) in enumerate(cases):
+        location = await checkpoint(tmp_path / str(number), model, task_spec)
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint_model(location)
+    (Path(location) / "theta.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"theta\.safetensors has 7 bytes"):
+        load_checkpoint_model(location)

@@ -1,12 +1,13 @@
-#!lua
+#!lua flags=allow-oom
 -- One write of the leader: fence, deduplicate, check everything, then only writes that cannot fail.
--- (Lua does not roll back. Without flags in the line above the server refuses to start the script at all when it
--- is out of memory, so memory cannot run out between two of its writes.)
+-- (Lua does not roll back. `allow-oom`: these writes are small and many of them free memory, so they are what
+-- makes room again on a full server; and memory cannot run out between two of them.)
 --
 -- KEYS[1] epoch    KEYS[2] state    KEYS[3] broadcast    KEYS[4..] keys the operations name by index
 -- ARGV[1] `epoch:owner` of the writer, ARGV[2] epoch, ARGV[3] number of this write within the epoch
 -- ARGV[4..] operations, each: name, index into KEYS, count of arguments, arguments
--- Answers {'ok' | 'already', last broadcast number}, {'fenced', current holder} or {'failed', what}.
+-- Answers {'ok' | 'already', last broadcast number}, {'fenced', current holder}, {'lost', what} (this server lacks
+-- writes that it acknowledged) or {'failed', what}.
 
 local holder = redis.call('GET', KEYS[1])
 if holder ~= ARGV[1] then
@@ -33,7 +34,7 @@ if number <= last_number then
   return {'already', redis.call('HGET', KEYS[2], 'broadcast') or '0'}
 end
 if number ~= last_number + 1 then
-  return {'failed', 'write ' .. number .. ' follows ' .. last_number}
+  return {'lost', 'write ' .. number .. ' would follow ' .. last_number}
 end
 
 local TYPES = {

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Renews (milliseconds > 0) or releases (0) the lease of the epoch's holder.
 -- KEYS[1] lease  KEYS[2] epoch   ARGV[1] `epoch:owner`  ARGV[2] owner  ARGV[3] milliseconds
 -- Answers {'ok'} or {'fenced', current holder}.

@@ -1,0 +1,1 @@
+"""The run's promises under faults: each file breaks things on purpose and shows what still holds."""

@@ -1,0 +1,154 @@
+"""Promise 2: one writer. Another synchronizer stands by; a stalled leader writes nothing any more, whatever it is."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.errors import Fenced
+from anabranch.orchestrator import events as ev
+from anabranch.orchestrator.store import Scribe
+from anabranch.queue.connection import connect
+from anabranch.queue.scripts import FencedWriter
+from anabranch.queue.url import RunUrl
+from anabranch.workers.synthetic import Pace
+from tests.harness import Bench, bench, make_spec
+from tests.promises import lives
+from tests.promises.lives import Life, Script, Stored, Zygote, scripted_spec, scripted_workers, stored_run, zygote
+from tests.wait import wait_until
+
+LEASE_S = 0.5
+STALLED_S = 4.0  # far beyond the lease and three heartbeats
+HEARTBEAT_S = 0.5
+
+
+async def test_a_stalled_leader_is_replaced_within_its_lease_and_stands_by(
+    run_url: str, run_name: str, tmp_path: Path
+) -> None:
+    spec = scripted_spec(run_name, leader={"lease_s": LEASE_S}, workers={"heartbeat_s": HEARTBEAT_S})
+    url, script = RunUrl.parse(run_url), Script()
+    first_dir, second_dir = tmp_path / "first", tmp_path / "second"
+    for directory in (first_dir, second_dir):
+        directory.mkdir()
+    with zygote() as mother:
+        async with stored_run(url) as stored, scripted_workers(url, script):
+            first = mother.begin(url, spec, first_dir)
+            await stored.reach(1)
+            second = mother.begin(url, spec, second_dir)
+            await said(second_dir, f"standby: run {run_name} is led by")
+            took_s = await stalled(first, stored, mother)
+            assert took_s <= LEASE_S + 1.0 + 2.0, "within lease + 1 s (and 2 s for a loaded test machine)"
+            await mother.signal(first, signal.SIGCONT)
+            await said(first_dir, "no longer leading: epoch 1 is over")
+            await said(first_dir, f"standby: run {run_name} is led by")
+            took_s = await stalled(second, stored, mother)
+            assert took_s <= LEASE_S + 1.0 + 2.0
+            await mother.signal(second, signal.SIGCONT)
+            await said(second_dir, "no longer leading")
+            merged = [event for event in await stored.tape() if event["kind"] == "merged"]
+            lives.check_versions(merged)
+            kinds = {event["kind"] for event in await stored.tape()}
+            assert not kinds & {"gone", "rejected", "refused", "ledger mismatch", "timeline"}, "nobody noticed"
+            for life in (first, second):
+                await mother.kill(life)
+
+
+async def stalled(life: Life, stored: Stored, mother: Zygote) -> float:
+    """SIGSTOP a leader; seconds until the next version is committed by another."""
+    before = sum(await stored.versions())
+    await mother.signal(life, signal.SIGSTOP)
+    began = time.monotonic()
+
+    async def committed() -> bool:  # one more may have been under way when it was stopped
+        return sum(await stored.versions()) >= before + 2
+
+    await wait_until(committed, "the standby commits", 20.0)
+    return time.monotonic() - began
+
+
+async def said(directory: Path, words: str) -> None:
+    """Wait for a line in the log of the lives in a directory."""
+    await wait_until(lambda: words in lives.last_words(directory), f"it says {words!r}", 20.0)
+
+
+async def test_nobody_is_thought_dead_after_a_stall_without_a_standby(
+    run_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """It drains what arrived before any timer fires, and its clock stood still."""
+    spec = make_spec(run_name, workers={"heartbeat_s": HEARTBEAT_S})
+    url = RunUrl.parse(run_url)
+    with zygote() as mother:
+        async with stored_run(url) as stored:
+            script = Script()
+            async with scripted_workers(url, script):
+                life = mother.begin(url, scripted_spec(run_name, workers=spec.workers.model_dump()), tmp_path)
+                await stored.reach(1)
+                await mother.signal(life, signal.SIGSTOP)
+                stopped_at = time.monotonic()
+                await wait_until(lambda: time.monotonic() - stopped_at > STALLED_S, "it was away for long", 20.0)
+                await mother.signal(life, signal.SIGCONT)
+                await stored.reach(max(await stored.versions()) + 3)
+                kinds = {event["kind"] for event in await stored.tape()}
+                assert not kinds & {"gone", "back", "rejected", "ledger mismatch"}
+                await mother.kill(life)
+
+
+def every_write(run: Bench) -> dict[str, list[ev.Instruction]]:
+    """One batch of each kind that a leader stores."""
+    state = run.state
+    member = next(iter(state.members.values()))
+    digest = state.fragments[0].digest
+    return {
+        "call": [ev.OpenRound("due", 99, 0, state.timeline, state.fragments[0].version, (member.incarnation,))],
+        "reject": [
+            ev.Consume("refused", member.name, (b"1-1",)),
+            ev.Reject("stale", member.incarnation, member.name, 0, 0, 64),
+            ev.Book("stale", member.incarnation, 0, "rejected", 64),
+        ],
+        "abandon": [ev.Abandon("quorum 0/1", 99, 0, 0)],
+        "clean-up": [ev.Close("closed", member.incarnation, member.name, 0, ((0, 0, 0), (0, 0, 0)), True)],
+        "welcome": [ev.Welcome("joined", "x", bytes(16), 77, "worker")],
+        "setting": [ev.ChangeSetting("rounds.quorum = 9", "rounds.quorum", 9)],
+        "timeline": [ev.NewTimeline("lost", "9-x")],
+        "stop": [ev.Announce("stopped", "stop")],
+        "commit": [ev.Commit("all arrived", 99, 0, state.timeline, 1, "all arrived", (), (), 0)] if digest else [],
+    }
+
+
+async def test_every_write_of_an_old_epoch_is_refused_inside_redis(run_url: str, run_name: str) -> None:
+    async with bench(run_url, make_spec(run_name)) as run:
+        run.add("w", Pace(step_s=0.003))
+        await run.reach(1)
+        await run.settle()
+        term, vault, core = run.synchronizer.term, run.synchronizer.vault, run.synchronizer.core
+        assert term is not None
+        assert vault is not None
+        assert core is not None
+        vault.prepared[99] = await vault.upload(vault.versions[0].theta, vault.versions[0].momentum)
+        record = term._scribe._record
+        scribe = Scribe(run.keys, core, vault, run.synchronizer.tape, record)
+        old = FencedWriter(run.redis, run.keys, run.synchronizer.owner)
+        old.epoch, old._number = term._writer.epoch, term._writer._number
+        redis = connect(RunUrl.parse(run_url), name="usurper")
+        await redis.delete(run.keys.lease)
+        await FencedWriter(redis, run.keys, "usurper").acquire(60.0)
+        before = await everything(redis, run)
+        for what, batch in every_write(run).items():
+            transaction, _ = scribe.compose(batch, 0.0, everything=True)
+            assert transaction, what
+            with pytest.raises(Fenced, match="held by 2:usurper"):
+                await old.write(transaction)
+        assert await everything(redis, run) == before
+        await redis.delete(run.keys.lease)
+        await redis.aclose()
+
+
+async def everything(redis: Any, run: Bench) -> dict[str, Any]:
+    """Every key of the run that a leader writes."""
+    keys = run.keys
+    found: dict[str, Any] = {name: await redis.hgetall(name) for name in (keys.state, keys.ledger)}
+    return {**found, keys.broadcast: await redis.xrange(keys.broadcast), keys.spec: await redis.get(keys.spec)}
