@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from anabranch._version import VERSION
-from anabranch.checkpoints.place import FOLDER, MANIFEST, Place, above, below, log, open_place
+from anabranch.checkpoints.place import FOLDER, MANIFEST, Place, above, below, log, number_of, open_place
 from anabranch.checkpoints.tensors import HashedSource, Source, drain, read_all, read_tensors
 from anabranch.errors import CheckpointError, MalformedMessage
 from anabranch.merge.fragments import Layout
@@ -115,21 +115,37 @@ def newest(place: Place, *, momenta: bool = True) -> Restored | None:
     something older must not quietly take its place. OSError if the place cannot be reached, for the same reason.
     """
     names = place.names()
+    found: list[tuple[tuple[int, ...], str, dict[str, Any]]] = []
     for name in reversed(names):
         try:
             manifest = load_manifest(place, name)
-            if is_readable(manifest):
-                return _read(place, name, manifest, momenta)
         except CheckpointError as error:
             log.warning("checkpoint %s is not used: %s", place.location(name), error)
             continue
-        raise _too_new(place.location(name), manifest)
+        if is_readable(manifest):
+            found.append((rank(name, manifest), name, manifest))
+        elif not found:
+            raise _too_new(place.location(name), manifest)
+    for _, name, manifest in sorted(found, key=lambda item: item[0], reverse=True):
+        try:
+            return _read(place, name, manifest, momenta)
+        except CheckpointError as error:
+            log.warning("checkpoint %s is not used: %s", place.location(name), error)
     if names:
         raise CheckpointError(
             f"{place.where}: all of its {len(names)} checkpoints are damaged (the warnings say how); bring back a "
             "copy of one, or name another folder to begin anew"
         )
     return None
+
+
+def rank(name: str, manifest: dict[str, Any]) -> tuple[int, ...]:
+    """Where in a run's history a checkpoint was made: a later timeline first, then more tokens, then the number.
+
+    Not the number alone: a leader that stalled and was replaced may finish an old save under the highest one.
+    """
+    timeline = manifest["timeline"].partition("-")[0]
+    return (int(timeline) if timeline.isdecimal() else -1, manifest["tokens"], number_of(name))
 
 
 def load_manifest(place: Place, name: str) -> dict[str, Any]:

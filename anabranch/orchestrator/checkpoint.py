@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from anabranch.checkpoints.reading import FORMAT, MOMENTUM, STATE, THETA, Restor
 from anabranch.checkpoints.tensors import HashedSink, Sink, write_tensors
 from anabranch.errors import CheckpointError
 from anabranch.faults import fail_at
+from anabranch.loops import in_daemon_thread
 from anabranch.merge.fragments import Layout
 from anabranch.model import unflatten
 from anabranch.orchestrator.state import State
@@ -98,10 +100,12 @@ class Checkpoints:
     async def write(self, snapshot: Snapshot) -> str:
         """Write one in a thread, so that rounds go on; its location. The newest one if nothing was merged since.
 
+        The thread does not hold up the end of the process: a save that is cut off is an incomplete one.
+
         OSError if it could not be written; the checkpoints before it are untouched then.
         """
         async with self._lock:
-            self.latest = await asyncio.to_thread(self._write, snapshot)
+            self.latest = await in_daemon_thread(lambda: self._write(snapshot))
         return self.latest
 
     async def newest(self) -> Restored | None:
@@ -154,7 +158,7 @@ class Checkpoints:
             complete = [name for name in names if reading.is_complete(place, name)]
             if not complete:  # another process removed even ours
                 return
-            kept, newest = complete[-self._keep :], complete[-1]
+            kept, newest = self._best(complete), complete[-1]
             for name in names:
                 if name in kept or number_of(name) >= number_of(newest):
                     continue
@@ -162,6 +166,18 @@ class Checkpoints:
                     place.remove(name)
         except OSError as error:  # the new one is there: what could not be removed is removed next time
             log.warning("old checkpoints in %s are still there: %s", place.where, error)
+
+    def _best(self, complete: list[str]) -> list[str]:
+        """The newest few, by what is in them."""
+
+        def rank(name: str) -> tuple[int, ...]:
+            try:
+                manifest = reading.load_manifest(self._place, name)
+            except CheckpointError:
+                return ()
+            return reading.rank(name, manifest) if reading.is_readable(manifest) else (sys.maxsize,)
+
+        return sorted(complete, key=rank)[-self._keep :]
 
 
 def _put(create: Create, file: str, write: Callable[[Sink], object]) -> dict[str, Any]:

@@ -65,9 +65,9 @@ class Core:
         """`nonce`: what timelines that begin under this leader are called, besides their number."""
         self.state = State(spec=spec, nonce=nonce)
 
-    def start(self, now: float) -> list[Instruction]:
-        """Timers for a fresh or a loaded state."""
-        return list(self._start(now))
+    def start(self, now: float, *, fresh: bool = True) -> list[Instruction]:
+        """Timers for a fresh or a loaded state. `fresh`: somebody has just started this synchronizer."""
+        return list(self._start(now, fresh))
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take one event; the instructions are to be carried out in order, as one write."""
@@ -131,8 +131,8 @@ class Core:
             yield from timelines.begin(self.state, reason)
         yield from membership.progress(self.state, event, now)
 
-    def _start(self, now: float) -> Iterator[Instruction]:
-        if self.state.stopped:  # whoever starts a synchronizer on a stopped run wants it to go on
+    def _start(self, now: float, fresh: bool) -> Iterator[Instruction]:
+        if self.state.stopped and fresh:  # whoever starts a synchronizer on a stopped run wants it to go on
             self.state.stopped = False
             yield Note("the run had been stopped: it goes on", "continued")
         yield SetTimer("sweep", "sweep", self._sweep_s)

@@ -24,7 +24,7 @@ from anabranch.orchestrator.store import Stored, check_same, load_tensors, read_
 from anabranch.orchestrator.vault import Vault
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.keys import Keys
-from anabranch.queue.messages import SCHEMA, pack, unpack
+from anabranch.queue.messages import SCHEMA, Claim, pack, unpack
 from anabranch.queue.records import RunRecord
 from anabranch.spec import RunSpec, parse_spec
 
@@ -54,7 +54,9 @@ class Loaded:
     vault: Vault
     returned: str | None = None  # why members may have seen more than there is: a new timeline begins
     restored: tuple[int, ...] | None = None  # put back: incarnations whose stored records it replaces
+    replaced: tuple[Claim, ...] = ()  # put back: blobs of what it takes the place of
     broadcast: int = 0  # put back: by how much the broadcast numbering lags behind what members saw
+    heard: int = 0  # number of the last broadcast entry that members may have seen
 
 
 def pack_stored(core: Core, broadcast: int, now: float) -> bytes:
@@ -74,10 +76,12 @@ async def load_run(
     )
     blobs = RedisBlobs(redis, owner.keys)
     vault = Vault(stored.core.state.spec, blobs)
+    if memory is not None and stored.core.state.born and _place(memory)[0] < _stored_place(stored)[0]:
+        memory = None  # another leader went on without it
     damage = await _load_tensors(redis, owner, persist, stored, vault)
     suspicion = damage or _suspicion(stored, life, memory)
     newest = await _newest_copy(owner, stored, suspicion, memory)
-    if newest is not None and (damage or newest.tokens > stored.core.state.tokens or not stored.core.state.born):
+    if newest is not None and (damage or not stored.core.state.born or _place(newest) > _stored_place(stored)):
         vault.close()
         return await _put_back(owner, redis, persist, stored, newest, suspicion, nonce)
     if damage:
@@ -85,11 +89,17 @@ async def load_run(
             f"run {owner.keys.run!r}: {damage}, and there is no checkpoint to go on from: nothing is written. "
             "Give --checkpoints, or `anabranch restore` one"
         )
+    if owner.saw_model and not stored.core.state.born:  # whoever led may still hold it: the lease is given back
+        raise CheckpointError(
+            f"run {owner.keys.run!r} was under way, and the server holds nothing of it any more. This synchronizer "
+            "has no copy: it ends, no new model is begun. Give --checkpoints to all synchronizers of a run"
+        )
     _begin_state(owner, stored)
     if stored.core.state.born:
         log.info("run %s continues: %s tokens applied", owner.keys.run, f"{stored.core.state.tokens:,}")
     record = replace(stored.record, schema=_schema(stored), release=VERSION)
-    return Loaded(stored.core, record, vault, suspicion if stored.core.state.born else None)
+    returned = suspicion if stored.core.state.born else None
+    return Loaded(stored.core, record, vault, returned, heard=stored.broadcast)
 
 
 def _begin_state(owner: Synchronizer, stored: Stored) -> None:
@@ -141,7 +151,19 @@ async def _newest_copy(
             f"{owner.keys.run!r}: leave out --init to go on from it, or take another --dir for a new run"
         )
     copies = [copy for copy in (memory, kept) if copy is not None]
-    return max(copies, key=lambda copy: copy.tokens, default=None)
+    return max(copies, key=_place, default=None)
+
+
+Place = tuple[int, ...]  # timeline, tokens, broadcast entries: where in a run's history a copy was made
+
+
+def _place(copy: Restored) -> Place:
+    """A later timeline was begun by whoever knew that the one before had lost something, so it comes first."""
+    return timelines.number_of(copy.manifest["timeline"]), copy.tokens, unpack(copy.state)["broadcast"]
+
+
+def _stored_place(stored: Stored) -> Place:
+    return timelines.number_of(stored.core.state.timeline), stored.core.state.tokens, stored.broadcast
 
 
 async def _checkpoint_of(checkpoints: Checkpoints | None, run: str) -> Restored | None:
@@ -198,8 +220,10 @@ async def put_back(
         fragment.digest = version.theta_claim.digest
     return Loaded(
         core,
-        RunRecord(spec, copy.layout),
+        RunRecord(spec, copy.layout, _schema(stored)),
         vault,
         restored=stored.members,
+        replaced=stored.claims,
         broadcast=max(0, held["broadcast"] - stored.broadcast),
+        heard=max(held["broadcast"], stored.broadcast),
     )

@@ -53,7 +53,7 @@ async def restore(url: RunUrl, where: str, *, force: bool = False) -> str:
         tape.catch_up(await read_tape(redis, keys, 0))
         scribe = Scribe(keys, loaded.core, loaded.vault, tape, loaded.record)
         reason = f"restored by hand from {copy.location}, {copy.tokens:,} tokens applied"
-        opening = scribe.opening(info.get("run_id"), loaded.restored, loaded.broadcast)
+        opening = scribe.opening(info.get("run_id"), loaded.restored, loaded.broadcast, loaded.replaced)
         instructions = loaded.core.handle(ev.Returned(reason), 0.0)
         transaction, _ = scribe.compose(instructions, 0.0, opening, everything=True)
         await writer.write(transaction)

@@ -71,6 +71,11 @@ class Member:
     def outcome(self, fragment: int, base: int) -> Outcome | None:
         return next((o for o in self.outcomes.get(fragment, ()) if o[0] == base), None)
 
+    def is_history(self, fragment: int, base: int) -> bool:
+        """Whether a contribution on `base` had its outcome so long ago that it is not remembered: bases only rise."""
+        kept = self.outcomes.get(fragment, ())
+        return len(kept) == OUTCOMES_KEPT and base < min(outcome[0] for outcome in kept)
+
     def learn(self, fragment: int, processed: int, discarded: int) -> None:
         """Take newer cumulative figures of one fragment."""
         old = self.known[fragment]

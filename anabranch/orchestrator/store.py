@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from anabranch.errors import SpecError
+from anabranch.errors import MalformedMessage, SpecError
 from anabranch.merge.fragments import Layout
 from anabranch.orchestrator import events as ev
 from anabranch.orchestrator.core import Core
@@ -34,6 +35,7 @@ class Stored:
     run_id: str | None = None  # of the server's life that the last leader wrote to
     broadcast: int = 0  # number of the last entry
     members: tuple[int, ...] = ()  # incarnations that have a record
+    claims: tuple[messages.Claim, ...] = ()  # blobs that it names
 
 
 async def read_stored(redis: Redis, keys: Keys, spec: RunSpec | None, nonce: str, now: float) -> Stored:
@@ -52,8 +54,10 @@ async def read_stored(redis: Redis, keys: Keys, spec: RunSpec | None, nonce: str
         return Stored(Core(stored.spec, nonce), stored, broadcast=broadcast)
     record = messages.unpack(fields[b"core"])
     members = [messages.unpack(value) for key, value in fields.items() if key.startswith(b"member:")]
-    accounts = _accounts(await redis.hgetall(keys.ledger), len(record["fragments"]))
+    booked: dict[Any, Any] = await redis.hgetall(keys.ledger)
+    accounts = _accounts(booked, len(record["fragments"]))
     core = Core.load(record, members, accounts, spec=stored.spec, nonce=nonce, broadcast=broadcast, now=now)
+    core.state.departed_books = _departed(booked, len(record["fragments"])) or core.state.departed_books
     server = fields.get(SERVER_FIELD.encode())
     return Stored(
         core,
@@ -61,7 +65,16 @@ async def read_stored(redis: Redis, keys: Keys, spec: RunSpec | None, nonce: str
         server.decode() if server is not None else None,
         broadcast,
         tuple(member["incarnation"] for member in members),
+        tuple(_claims(fields)),
     )
+
+
+def _claims(fields: dict[Any, Any]) -> Iterator[messages.Claim]:
+    """Of every fragment's record; one that is damaged names nothing."""
+    for name, value in fields.items():
+        if name.startswith(b"fragment:"):
+            with suppress(MalformedMessage, KeyError, TypeError):
+                yield from (claim for claim in unpack_fragment(value) if claim is not None)
 
 
 def check_same(run: str, spec: RunSpec | None, stored: RunSpec) -> None:
@@ -87,6 +100,12 @@ def _accounts(fields: dict[Any, Any], fragments: int) -> dict[int, Account]:
     return accounts
 
 
+def _departed(fields: dict[Any, Any], fragments: int) -> list[list[int]]:
+    """The books of all closed incarnations together; empty if none was closed."""
+    books = [[int(fields.get(f"departed:{f}:{c}".encode(), b"0")) for c in COLUMNS] for f in range(fragments)]
+    return books if any(map(any, books)) else []
+
+
 def _first_difference(new: RunSpec, stored: RunSpec) -> str:
     ours, theirs = new.model_dump(mode="json"), stored.model_dump(mode="json")
     for section, value in ours.items():
@@ -110,11 +129,18 @@ class Scribe:
         self._tape = tape
         self._record = record
 
-    def opening(self, run_id: str | None, restored: Sequence[int] | None, broadcast: int) -> Transaction:
+    def opening(
+        self,
+        run_id: str | None,
+        restored: Sequence[int] | None,
+        broadcast: int,
+        replaced: Sequence[messages.Claim] = (),
+    ) -> Transaction:
         """What a term writes first, besides its first decisions: who it is told by, and what was restored.
 
         `restored`: incarnations whose records stand in the way of a restored run; None: it is as it was stored.
         `broadcast`: by how much the numbering has to rise to where members may have seen it.
+        `replaced`: blobs of what the restored run takes the place of.
         """
         transaction = Transaction(self._keys)
         transaction.set(self._keys.spec, self._record.pack())  # for joiners to read
@@ -127,6 +153,8 @@ class Scribe:
                 transaction.hset(self._keys.ledger, {f"{incarnation}:{name}": n for name, n in account.items() if n})
             for index, version in enumerate(self._vault.versions):
                 self._keep(index, version, transaction)
+            for claim in replaced:
+                transaction.drop_blob(claim)
             if broadcast > 0:
                 transaction.hincrby(self._keys.state, "broadcast", broadcast)
         return transaction

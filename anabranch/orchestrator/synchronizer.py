@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from anabranch.orchestrator.clock import SteadyClock
 from anabranch.orchestrator.tape import Tape
 from anabranch.orchestrator.term import Term, TermEnded
 from anabranch.queue.connection import OUTAGE, ServerLife, check_server, connect
-from anabranch.queue.keys import Keys
+from anabranch.queue.keys import Keys, fragment_field
 from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
 from anabranch.queue.records import read_run
 from anabranch.queue.scripts import FencedWriter, Holder
@@ -69,6 +70,8 @@ class Synchronizer:
         where = checkpoints or (str(directory / CHECKPOINTS) if directory is not None else None)
         self.checkpoints = Checkpoints(where, keep) if where is not None else None
         self.term: Term | None = None  # None: standby, or between two terms
+        self.fresh = True  # this process has neither led nor stood by
+        self.saw_model = False  # the run was born: if the server holds none of it, that is a loss
         self._memory: Restored | None = None  # what we held when the server lost it
         self._hearing = True
         self._ending = asyncio.Event()
@@ -136,7 +139,7 @@ class Synchronizer:
             writer = FencedWriter(redis, self.keys, self.owner)
             lease_s = (self.spec or RunSpec()).leader.lease_s
             try:
-                if not await self._lead_unless_ending(writer, lease_s):
+                if not await self._lead_unless_ending(redis, writer, lease_s):
                     return
             except ServerChanged:  # while standing by, where nothing is at stake
                 return
@@ -145,9 +148,10 @@ class Synchronizer:
             try:
                 await self._lead(self.term, stack)
             except LeadershipLost as error:
+                self.saw_model = self.saw_model or (self.core is not None and self.core.state.born)
                 if isinstance(error, ServerChanged):
                     self._memory = self.term.memory() or self._memory
-                self.term = None
+                self.term, self.fresh = None, False
                 raise
 
     async def _lead(self, term: Term, stack: AsyncExitStack) -> None:
@@ -166,9 +170,9 @@ class Synchronizer:
         await term.drain(self._drain_s)
         raise TermEnded
 
-    async def _lead_unless_ending(self, writer: FencedWriter, lease_s: float) -> bool:
+    async def _lead_unless_ending(self, redis: Redis, writer: FencedWriter, lease_s: float) -> bool:
         """Whether we lead; False if `end` was called first (a standby's outage must not hold up its end)."""
-        leading = asyncio.create_task(self._stand_by(writer, lease_s), name="synchronizer: take the lease")
+        leading = asyncio.create_task(self._stand_by(redis, writer, lease_s), name="synchronizer: take the lease")
         ending = asyncio.create_task(self._ending.wait(), name="synchronizer: watch for the end")
         try:
             await asyncio.wait({leading, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -181,17 +185,21 @@ class Synchronizer:
                 task.cancel()
             await asyncio.gather(leading, ending, return_exceptions=True)
 
-    async def _stand_by(self, writer: FencedWriter, lease_s: float) -> None:
+    async def _stand_by(self, redis: Redis, writer: FencedWriter, lease_s: float) -> None:
         """Return once the lease is ours. The holder's renewals are awaited, not polled for."""
 
         async def acquire() -> Holder | None:
             return await writer.acquire(lease_s)
 
         while (holder := await self._persist(acquire)) is not None:
+            self.fresh = False
             if self.standby_for != holder.owner:
                 log.info("standby: run %s is led by %s", self.keys.run, holder.owner)
                 self.standby_for = holder.owner
                 self.changed.set()
+            if not self.saw_model:
+                born = partial(redis.hexists, self.keys.state, fragment_field(0))
+                self.saw_model = bool(await self._persist(born))
             await asyncio.sleep(min(max(holder.left_s, 0.01), max(1.0, lease_s / 4)))
         self.standby_for = None
         log.info("leading run %s, epoch %d", self.keys.run, writer.epoch)

@@ -154,6 +154,7 @@ class Term:
         )
         self._scribe = Scribe(self._keys, loaded.core, loaded.vault, self._tape, loaded.record)
         self._inboxes = Inboxes(self._keys, loaded.core.state.spec.limits.max_members)
+        self._broadcast = loaded.heard  # before the first write this term's copy must not say 0
         self.core = loaded.core
         for name in self._members():
             self._inboxes.follow(name, self._members())
@@ -234,8 +235,11 @@ class Term:
     async def _act(self, loaded: Loaded) -> None:
         core = loaded.core
         begin = [] if loaded.returned is None else core.handle(ev.Returned(loaded.returned), self._clock.now)
-        opening = self._scribe.opening(self._life.run_id, loaded.restored, loaded.broadcast)
-        await self._carry_out([*begin, *core.start(self._clock.now)], everything=True, transaction=opening)
+        opening = self._scribe.opening(self._life.run_id, loaded.restored, loaded.broadcast, loaded.replaced)
+        start = core.start(self._clock.now, fresh=self._owner.fresh)
+        await self._carry_out([*begin, *start], everything=True, transaction=opening)
+        if core.state.stopped:  # while we stood by: whoever stopped the run meant us, too
+            self._owner.stopped.set()
         if self._owner.init is not None and not core.state.born:
             self._spawn(self._birth_from_file(self._owner.init), "read --init")
         stored_at = self._clock.now

@@ -8,13 +8,15 @@ version and digest match what is restored keep their base and their work; the ot
 from __future__ import annotations
 
 from collections.abc import Iterator
+from zlib import crc32
 
 from anabranch.orchestrator.events import Instruction, NewTimeline, Progressed
 from anabranch.orchestrator.membership import speaks_of_this
 from anabranch.orchestrator.rounds import abandon
 from anabranch.orchestrator.state import Member, State
 
-#: Numbers given out on the lost stretch must not come back for something else: counters jump over it.
+#: Numbers given out on the lost stretch must not come back for something else: counters jump over it. What was lost
+#: may have been a jump itself, so those of incarnations go each leader's own way.
 JUMP = 1_000_000
 
 
@@ -25,7 +27,7 @@ def begin(state: State, reason: str) -> Iterator[Instruction]:
         yield from abandon(state, round_, "a new timeline began")
     state.timeline = f"{number}-{state.nonce}"
     state.next_round += JUMP
-    state.next_incarnation += JUMP
+    state.next_incarnation += JUMP + crc32(state.nonce.encode()) % JUMP
     for member in state.members.values():  # until they say what they hold now
         member.adopted = [-1] * len(state.fragments)
         member.held = [0] * len(state.fragments)

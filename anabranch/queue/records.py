@@ -114,8 +114,12 @@ async def read_run(redis: Redis, keys: Keys) -> RunRecord | None:
     return RunRecord.unpack(data) if data is not None else None
 
 
-async def read_snapshot(redis: Redis, keys: Keys, incarnation: int) -> Snapshot | None:
-    """`state` in one consistent read (fenced writes are atomic); None before the first write."""
+async def read_snapshot(redis: Redis, keys: Keys, incarnation: int, nonce: bytes | None = None) -> Snapshot | None:
+    """`state` in one consistent read (fenced writes are atomic); None before the first write.
+
+    `nonce`: of the life that asks; if the incarnation's is another (the number was given out once more after the
+    server lost that it had been), it is nobody's.
+    """
     fields: dict[Any, Any] = await redis.hgetall(keys.state)
     if b"core" not in fields:
         return None
@@ -123,10 +127,11 @@ async def read_snapshot(redis: Redis, keys: Keys, incarnation: int) -> Snapshot 
     versions = [fragment["version"] for fragment in core["fragments"]]
     sizes = [fragment["size"] for fragment in core["fragments"]]
     claims = [unpack_fragment(fields[fragment_field(i).encode()])[0] for i in range(len(versions))]
-    member = fields.get(member_field(incarnation).encode())
+    data = fields.get(member_field(incarnation).encode())
+    member = unpack(data) if data is not None else None
     outcomes = None
-    if member is not None:
-        outcomes = {f: [(b, a, t) for b, a, t in items] for f, items in unpack(member)["outcomes"]}
+    if member is not None and nonce in (None, member["nonce"]):
+        outcomes = {f: [(b, a, t) for b, a, t in items] for f, items in member["outcomes"]}
     return Snapshot(
         timeline=core["timeline"],
         tokens=int(core["applied_parameter_tokens"]) // max(1, sum(sizes)),

@@ -204,6 +204,6 @@ class FencedWriter:
         if answer[0] == b"fenced":
             holder = answer[1].decode(errors="replace")
             number = holder.partition(":")[0]
-            if not number.isdecimal() or int(number) < self.epoch:  # epochs only rise: the server went back
+            if not number.isdecimal() or int(number) <= self.epoch:  # epochs only rise: the server went back
                 raise ServerChanged(f"the server lost epoch {self.epoch} of the run: it has {holder or 'none'}")
             raise Fenced(f"epoch {self.epoch} is over: the run is held by {holder}")

@@ -23,6 +23,7 @@ class _Page:
     sent: int = 0  # tokens of the newest contribution on this version, 0: none
     settled: int | None = None  # tokens that contribution was booked with, None: no outcome yet
     discarded: int = 0
+    told: int | None = None  # base of the contribution whose outcome was told last
     in_flight: dict[int, int] = field(default_factory=dict)  # older base: tokens sent, no outcome
 
     @property
@@ -92,11 +93,10 @@ class Books:
             standing = [page.version] if page.sent and page.settled is None else []
             return [*page.in_flight, *standing]
 
-    def settled_on(self, fragment: int) -> int | None:
-        """The base that is still held though a contribution on it has its outcome; None if there is none."""
+    def told(self, fragment: int) -> int | None:
+        """Base of the contribution whose outcome was told last; None if there was none."""
         with self._lock:
-            page = self._pages[fragment]
-            return page.version if page.settled is not None else None
+            return self._pages[fragment].told
 
     def send(self, fragment: int, snapshot: Snapshot) -> bool:
         """From now on the snapshot's tokens wait for an outcome; False if its base was overwritten meanwhile."""
@@ -133,8 +133,9 @@ class Books:
         page = self._pages[fragment]
         if page.version == base:
             if page.sent and page.settled is None:
-                page.settled = tokens
+                page.settled, page.told = tokens, base
         elif (sent := page.in_flight.pop(base, None)) is not None:
+            page.told = base
             page.discarded += sent - tokens  # a newer snapshot replaced the booked one too late
 
     def has_outcome(self, fragment: int, base: int) -> bool:
@@ -149,6 +150,11 @@ class Books:
         """Every broadcast entry up to `number` is accounted for."""
         with self._lock:
             self._read = max(self._read, number)
+
+    def read_anew(self, number: int) -> None:
+        """Under a new timeline: what was read before may have been numbered higher than the run is now."""
+        with self._lock:
+            self._read = number
 
     def report(self) -> dict[str, Any]:
         """The ledger fields of a progress message, consistent with each other."""

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from anabranch._version import VERSION
-from anabranch.errors import LayoutMismatch, MemberRefused, MessageError, UsageError
+from anabranch.errors import LayoutMismatch, MemberRefused, MessageError
 from anabranch.loops import leaf, run_async
-from anabranch.merge.codecs import encode
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import check_server, connect
-from anabranch.queue.keys import SYNCHRONIZER, Keys
+from anabranch.queue.keys import Keys
 from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
 from anabranch.queue.records import FragmentRecord, RunRecord, Snapshot, read_run, read_snapshot
 from anabranch.queue.streams import StreamReader, last_id
 from anabranch.queue.url import RunUrl
-from anabranch.spec import ID_PATTERN
 from anabranch.workers.adoption import POLICIES, ParameterStore
 from anabranch.workers.books import Books
 from anabranch.workers.fetching import Fetcher
+from anabranch.workers.heart import Heart, Vitals
+from anabranch.workers.identity import Identity
+from anabranch.workers.initial import upload_initial
 from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
-from anabranch.workers.outbox import Outbox, finite
+from anabranch.workers.outbox import Outbox
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -42,23 +42,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anabranch.worker")
 
-LEAST_PROGRESS_S = 0.1  # reports are coalesced to 10 per second
 BLOCK_MS = 1000
 KNOCK_S = 0.25
 REFUSED_HEARTBEATS = 6.0  # how long a passing refusal is waited for
 LEAVE_S = 10.0  # for the last contributions and the farewell
 FAREWELL_S = 3.0  # of it, for the farewell alone; less if there is less than twice that
-LABEL_LIMIT = 200  # characters: what a message takes
 _REASON_LIMIT = 200
-_PROGRESS_KEPT = 16
-_PROGRESS_TTL_S = 3600
 
 T = TypeVar("T")
-
-
-def default_name() -> str:
-    """A name for a worker nobody named."""
-    return f"worker-{secrets.token_hex(3)}"
 
 
 def farewell_s(within_s: float) -> float:
@@ -74,36 +65,6 @@ def read_run_record(url: RunUrl) -> RunRecord:
             return await Client(url, Identity("reader")).open(stack)
 
     return run_async(read())
-
-
-@dataclass
-class Vitals:
-    """What the training side measures and heartbeats carry. Written by the training side only."""
-
-    step_s: float = 0.0
-    loss: float | None = None
-    train_s: float = 0.0
-    rest_s: float = 0.0
-    life_s: float = 0.0
-    heldout_loss: float | None = None
-    measured: list[int] = field(default_factory=list)
-    measured_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who joins. `layout_hash` None: takes the run's layout as it is; `initial`: can give version 0."""
-
-    name: str
-    label: str = ""
-    role: Literal["worker", "evaluator"] = "worker"
-    device: str = ""
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(ID_PATTERN, self.name) or self.name.startswith(SYNCHRONIZER):
-            raise UsageError(f"--name {self.name!r}: 1 to 64 of A-Z a-z 0-9 . _ - are allowed, the first not a _")
-        if len(self.label) > LABEL_LIMIT:
-            raise UsageError(f"--label: {len(self.label)} characters, at most {LABEL_LIMIT} are allowed")
 
 
 class Client:
@@ -136,8 +97,7 @@ class Client:
         self._init_sent = 0  # incarnation that was asked for version 0 and answered
         self._leaving = False
         self._cut_off = False  # the connection was lost since the broadcast was last read
-        self._progress_due = asyncio.Event()
-        self._beats = 0
+        self._heart: Heart
         self._tasks: asyncio.TaskGroup
 
     # --- joining ------------------------------------------------------------------------------------------
@@ -145,7 +105,8 @@ class Client:
     async def open(self, stack: AsyncExitStack) -> RunRecord:
         """Connect, check the server and read the run's definition; waits until a synchronizer has written it."""
         self._redis = await self._connect(stack, "member")
-        self._pulse = await self._connect(stack, "heart")
+        pulse = await self._connect(stack, "heart")
+        self._heart = Heart(pulse, self.keys.progress(self.identity.name), self._progress)
         self._reading = await self._connect(stack, "reader")
         self.blobs = RedisBlobs(self._redis, self.keys)
         await check_server(self._redis, self.url)
@@ -213,12 +174,12 @@ class Client:
 
     async def _await_welcome(self, request: messages.Register) -> int:
         """Register and knock until welcomed. A refusal that may pass is waited for a while: whoever was killed and
-        started again under its name has to outlive its former self."""
+        started again under its name has to outlive its former self, which ages only while somebody leads."""
         assert self.record is not None
-        patience_s = REFUSED_HEARTBEATS * self.record.spec.workers.heartbeat_s
-        started, asked_at = time.monotonic(), -patience_s
+        heartbeat_s = self.record.spec.workers.heartbeat_s
+        asked_at, refused_at, refused_s = -heartbeat_s, None, 0.0
         while True:
-            if time.monotonic() - asked_at >= self.record.spec.workers.heartbeat_s:
+            if time.monotonic() - asked_at >= heartbeat_s:
                 await self._post(request)
                 asked_at = time.monotonic()
             await self._persist(lambda: self._redis.publish(self.keys.knock, self.identity.name), "knock")
@@ -231,7 +192,10 @@ class Client:
                     log.info("joined run %s as %s, incarnation %d", self.keys.run, message.name, message.incarnation)
                     return message.incarnation
                 if isinstance(message, messages.Refused) and message.nonce == self._nonce:
-                    if not message.retry or time.monotonic() - started > patience_s:
+                    now = time.monotonic()
+                    refused_s += min(now - refused_at, 2 * heartbeat_s) if refused_at is not None else 0.0
+                    refused_at = now
+                    if not message.retry or refused_s > REFUSED_HEARTBEATS * heartbeat_s:
                         await self._refused(message)
                     log.debug("not let in yet: %s", message.reason)
 
@@ -274,18 +238,23 @@ class Client:
             entries = await self._persist(lambda: self._read(BLOCK_MS), "read the broadcast", reading=True)
             if self._cut_off:  # the server may have been started again with less than we have read
                 self._cut_off = False
-                self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
-                await self._catch_up()
-                continue  # what was read is in the state
+                await self._start_over()
+                continue
             for number, message in entries:
-                if number > self._number + 1:
+                if number > self._number + 1 or getattr(message, "timeline", self._timeline) != self._timeline:
                     log.info("broadcast jumped from %d to %d: reading the state again", self._number, number)
-                    await self._catch_up()
+                    await self._start_over()
+                    break
                 if number > self._number or isinstance(message, messages.Call):
                     await self._take(message)  # else: what was read from `state` contains it; calls it does not
                 self._number = max(self._number, number)
                 if self._books is not None:
                     self._books.read(number)
+
+    async def _start_over(self) -> None:
+        """Take everything from `state`, and follow the broadcast from there: what was read before is in it."""
+        self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
+        await self._catch_up()
 
     async def _read(self, block_ms: int) -> list[tuple[int, messages.Message]]:
         entries = await self._broadcast.read(self._reading, block_ms)
@@ -358,7 +327,7 @@ class Client:
     async def _catch_up(self) -> None:
         """After joining and after any gap: read `state`, take outcomes, versions and calls from it, send again the
         rest."""
-        snapshot = await self._persist(lambda: read_snapshot(self._redis, self.keys, self.incarnation), "read state")
+        snapshot = await self._persist(self._snapshot, "read state")
         if snapshot is None:
             return
         self.tokens, self.paused = snapshot.tokens, snapshot.paused
@@ -373,8 +342,12 @@ class Client:
         assert self._outbox is not None
         same, self._timeline = self._timeline == snapshot.timeline, snapshot.timeline
         self.learner.go_on_under(snapshot.timeline)
-        self._number = max(self._number, snapshot.broadcast)
         self._take_outcomes(snapshot)
+        if same:
+            self._number = max(self._number, snapshot.broadcast)
+        else:  # numbers of a stretch that was lost may be higher than the run's are now
+            self._number = snapshot.broadcast
+            self.learner.books.read_anew(snapshot.broadcast)
         if snapshot.asked_init == self.incarnation and not snapshot.fragments:
             self._answer_init()
         for fragment, record in enumerate(snapshot.fragments):
@@ -386,6 +359,9 @@ class Client:
         for call in snapshot.rounds:  # their entries may be among those that were missed
             if self.joined.is_set() and not self._outbox.sent(call.fragment, call.base):
                 self._for_learner(call)
+
+    async def _snapshot(self) -> Snapshot | None:
+        return await read_snapshot(self._redis, self.keys, self.incarnation, self._nonce)
 
     def _lost_ground(self, snapshot: Snapshot) -> str | None:
         """Why nothing of ours can go on: the run does not know us, or went back to before what we have seen."""
@@ -400,8 +376,8 @@ class Client:
             other_bits = held == record.version and not self.learner.holds(fragment, held, record.theta.digest)
             if other_bits or max([held, *books.waiting(fragment)]) > record.version:
                 return f"a new timeline ({snapshot.timeline}) does not have what fragment {fragment} is based on"
-            known = {base for base, _, _ in snapshot.outcomes.get(fragment, [])}
-            if (settled := books.settled_on(fragment)) is not None and settled not in known:
+            known = {base for base, _, _ in snapshot.outcomes.get(fragment, [])}  # the newest; bases only rise
+            if (told := books.told(fragment)) is not None and told not in known and told >= min(known, default=0):
                 return f"a new timeline ({snapshot.timeline}) lost an outcome of fragment {fragment}"
         return None
 
@@ -423,7 +399,7 @@ class Client:
     # --- payloads -----------------------------------------------------------------------------------------
 
     async def _newest(self, fragment: int) -> FragmentRecord | None:
-        snapshot = await self._persist(lambda: read_snapshot(self._redis, self.keys, self.incarnation), "read state")
+        snapshot = await self._persist(self._snapshot, "read state")
         if snapshot is None or fragment >= len(snapshot.fragments):
             return None
         return snapshot.fragments[fragment]
@@ -442,23 +418,13 @@ class Client:
     async def _send_init(self) -> None:
         assert self.record is not None
         ttl_s = self.record.spec.limits.blob_ttl_s
-        owner = self.identity.name
 
         async def upload(data: memoryview, codec: str) -> messages.Claim:
-            return await self._persist(
-                lambda: self.blobs.put(owner, data, codec, ttl_s), "upload version 0", bounded=False
-            )
+            put = partial(self.blobs.put, self.identity.name, data, codec, ttl_s)
+            return await self._persist(put, "upload version 0", bounded=False)
 
-        layout = await upload(memoryview(messages.pack(self._layout.to_wire())), "msgpack")
-        claims = [
-            await upload(await asyncio.to_thread(self._initial, fragment.index), "fp32")
-            for fragment in self._layout.fragments
-        ]
-        listed = await upload(memoryview(messages.pack([claim.model_dump() for claim in claims])), "msgpack")
-        await self._post(messages.Init(incarnation=self.incarnation, layout=layout, fragments=listed))
-
-    def _initial(self, fragment: int) -> memoryview:
-        return encode("fp32", self._store.initial(fragment))
+        layout, fragments = await upload_initial(self._store, self._layout, upload)
+        await self._post(messages.Init(incarnation=self.incarnation, layout=layout, fragments=fragments))
 
     def submit(self, learner: Learner, item: Outgoing | Refusal) -> None:
         """Hand over what `learner` gave. Call it in the I/O thread (`loop.call_soon_threadsafe`)."""
@@ -478,50 +444,29 @@ class Client:
 
     def progressed(self) -> None:
         """The training side made a step: report soon. Call it in the I/O thread."""
-        self._progress_due.set()
+        self._heart.due.set()
 
     async def _beat(self) -> None:
-        """Report at least once per heartbeat, at most ten times per second, on a connection of its own."""
         assert self.record is not None
-        heartbeat_s = self.record.spec.workers.heartbeat_s
-        least_s = min(LEAST_PROGRESS_S, heartbeat_s / 2)
-        while True:
-            started = time.monotonic()
-            await self._persist(self._report, "send a heartbeat")
-            await asyncio.sleep(max(0.0, least_s - (time.monotonic() - started)))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, heartbeat_s * 0.9 - least_s)):
-                    await self._progress_due.wait()
-            self._progress_due.clear()
 
-    async def _report(self) -> None:
-        if not self.joined.is_set():
-            return
-        key = self.keys.progress(self.identity.name)
-        data = self._encode(self._progress())
-        await self._pulse.xadd(key, {"m": data}, maxlen=_PROGRESS_KEPT, approximate=True)
-        if self._beats % 64 == 0:  # a stream nobody reads any more must not stay for ever
-            await self._pulse.expire(key, _PROGRESS_TTL_S)
-        self._beats += 1
+        async def persist(report: Callable[[], Awaitable[None]]) -> None:
+            await self._persist(report, "send a heartbeat")
 
-    def _progress(self) -> messages.Progress:
-        assert self._books is not None
-        vitals = self.vitals
-        return messages.Progress(
-            incarnation=self.incarnation,
-            role=self.identity.role,
-            step_s=vitals.step_s,
-            loss=finite(vitals.loss),
-            train_s=vitals.train_s,
-            rest_s=vitals.rest_s,
-            life_s=vitals.life_s,
-            bytes_sent=self.bytes_sent,
-            device=self.identity.device,
-            heldout_loss=finite(vitals.heldout_loss),
-            measured=vitals.measured,
-            measured_tokens=vitals.measured_tokens,
-            timeline=self.learner.timeline if self.learner is not None else "",
-            **self._books.report(),
+        await self._heart.beat(self.record.spec.workers.heartbeat_s, persist)
+
+    def _progress(self) -> bytes | None:
+        if not self.joined.is_set() or self._books is None:
+            return None
+        return self._encode(
+            messages.Progress(
+                incarnation=self.incarnation,
+                role=self.identity.role,
+                bytes_sent=self.bytes_sent,
+                device=self.identity.device,
+                timeline=self.learner.timeline if self.learner is not None else "",
+                **self.vitals.fields(),
+                **self._books.report(),
+            )
         )
 
     async def leave(self, reason: str, within_s: float = LEAVE_S) -> None:
@@ -537,7 +482,7 @@ class Client:
         message = messages.Farewell(incarnation=self.incarnation, figures=figures, reason=reason[:_REASON_LIMIT])
         try:
             async with asyncio.timeout(farewell_s(within_s)):
-                await self._report()
+                await self._heart.report()
                 await self._post(message)
         except STALL as error:
             log.warning("no farewell: %s", str(error) or "the server does not answer")

@@ -17,7 +17,8 @@ from anabranch.errors import SpecError, UsageError
 from anabranch.loops import run_async
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec, TaskSpec
-from anabranch.workers.client import LEAVE_S, Identity, default_name, farewell_s, read_run_record
+from anabranch.workers.client import LEAVE_S, farewell_s, read_run_record
+from anabranch.workers.identity import Identity, default_name
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,8 @@ from anabranch.errors import LayoutMismatch, MemberRefused, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
-from anabranch.workers.client import LEAVE_S, Client, Identity, default_name
+from anabranch.workers.client import LEAVE_S, Client
+from anabranch.workers.identity import Identity, default_name
 from anabranch.workers.learner import Learner, Outgoing, Refusal
 from anabranch.workers.torch_store import TorchStore, shapes
 

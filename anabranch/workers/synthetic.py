@@ -20,7 +20,8 @@ from anabranch.merge.fragments import Layout
 from anabranch.model import Float32, layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
-from anabranch.workers.client import LEAVE_S, Client, Identity
+from anabranch.workers.client import LEAVE_S, Client
+from anabranch.workers.identity import Identity
 from anabranch.workers.learner import Learner
 
 IDLE_S = 0.005  # between two looks at the mailboxes while there is nothing to train

@@ -23,6 +23,7 @@ from anabranch.checkpoints.reading import (
     verify,
 )
 from anabranch.errors import CheckpointError
+from anabranch.orchestrator.checkpoint import Checkpoints
 from tests.saved import (
     LAYOUT,
     SPEC,
@@ -243,3 +244,29 @@ async def test_the_spec_in_the_manifest_is_the_runs(tmp_path: Path) -> None:
     assert manifest["spec"] == SPEC.model_dump(mode="json")
     assert manifest["heldout"] == [10, 2.5]
     assert manifest["format"] == FORMAT
+
+
+async def test_a_late_save_of_a_replaced_leader_is_not_the_newest(tmp_path: Path) -> None:
+    """It has the highest number, but shows less: it was begun before another leader took over."""
+    ahead = snapshot(5)
+    ahead.manifest["tokens"] = 500
+    late = snapshot(4)
+    late.manifest["tokens"] = 400
+    checkpoints = Checkpoints(tmp_path, 1)
+    await checkpoints.write(ahead)
+    await checkpoints.write(late)
+    restored = await checkpoints.newest()
+    assert restored is not None
+    assert restored.tokens == 500, "neither taken for the newest, nor does it push that one out"
+
+
+async def test_a_later_timeline_comes_first(tmp_path: Path) -> None:
+    """Whoever began it knew that the one before had lost something, or was rolled back by hand."""
+    before, after = snapshot(5), snapshot(2, timeline="1-beef")
+    before.manifest["tokens"], after.manifest["tokens"] = 500, 200
+    checkpoints = Checkpoints(tmp_path, 3)
+    await checkpoints.write(after)
+    await checkpoints.write(before)
+    restored = await checkpoints.newest()
+    assert restored is not None
+    assert restored.manifest["timeline"] == "1-beef"

@@ -78,6 +78,9 @@ async def test_books_of_the_departed_are_added_up(run_url: str, run_name: str) -
             assert mean == pytest.approx(getattr(departed, column))
         fields: Any = await run.redis.hkeys(run.keys.ledger)
         assert not [key for key in fields if key.startswith(f"{departed.incarnation}:".encode())]
+        again = await store.read_stored(run.redis, run.keys, None, "x", 0.0)
+        assert again.core.state.departed_books == run.state.departed_books
+        assert any(map(any, run.state.departed_books))
 
 
 @pytest.mark.parametrize(

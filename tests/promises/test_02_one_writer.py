@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from anabranch.errors import Fenced
 from anabranch.orchestrator import events as ev
 from anabranch.orchestrator.store import Scribe
+from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.queue.connection import connect
 from anabranch.queue.scripts import FencedWriter
 from anabranch.queue.url import RunUrl
@@ -152,3 +154,23 @@ async def everything(redis: Any, run: Bench) -> dict[str, Any]:
     keys = run.keys
     found: dict[str, Any] = {name: await redis.hgetall(name) for name in (keys.state, keys.ledger)}
     return {**found, keys.broadcast: await redis.xrange(keys.broadcast), keys.spec: await redis.get(keys.spec)}
+
+
+async def test_a_stop_is_meant_for_the_standby_too(run_url: str, run_name: str) -> None:
+    """It takes over, finds the run stopped and ends; only somebody who starts a synchronizer makes it go on."""
+    spec = make_spec(run_name)
+    async with bench(run_url, spec) as run:
+        run.add("w", Pace(step_s=0.003))
+        await run.reach(1)
+        standby = Synchronizer(RunUrl.parse(run_url), spec)
+        task = asyncio.create_task(standby.run(), name="standby")
+        await wait_until(lambda: standby.standby_for is not None, "it stands by")
+        await run.command("stop")
+        await run.synchronizer.stopped.wait()
+        versions = run.versions()
+    await wait_until(standby.stopped.is_set, "the standby took over and says that the run is stopped", 20.0)
+    assert standby.core is not None
+    assert standby.core.state.stopped
+    assert [fragment.version for fragment in standby.core.state.fragments] == versions
+    standby.end()
+    await task

@@ -134,12 +134,12 @@ async def test_a_write_of_an_old_epoch_leaves_no_trace(
     assert await everything(redis, keys) == before
 
 
-async def test_the_same_epoch_number_of_another_owner_is_fenced_too(
+async def test_the_same_epoch_number_of_another_owner_shows_that_the_server_went_back(
     redis: Redis, keys: Keys, writer: FencedWriter
 ) -> None:
     impostor = FencedWriter(redis, keys, "impostor")
     impostor.epoch = writer.epoch
-    with pytest.raises(Fenced):
+    with pytest.raises(ServerChanged, match=f"lost epoch {writer.epoch} of the run: it has {writer.epoch}:one"):
         await impostor.write(transaction(keys, WRITES["set"]))
     assert await redis.get(keys.spec) == b"before"
 

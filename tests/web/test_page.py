@@ -15,7 +15,8 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
 from anabranch.orchestrator.web.app import PageOptions, serve_page
 from anabranch.spec import RunSpec
-from anabranch.workers.client import Client, Identity
+from anabranch.workers.client import Client
+from anabranch.workers.identity import Identity
 from anabranch.workers.synthetic import Pace
 from tests.fundamentals.test_03_hostile import Attacker
 from tests.harness import Bench, bench, make_spec

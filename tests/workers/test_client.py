@@ -21,7 +21,8 @@ from anabranch.queue.control import send_command
 from anabranch.queue.records import unpack_fragment
 from anabranch.queue.streams import Entry
 from anabranch.queue.url import RunUrl
-from anabranch.workers.client import Client, Identity, default_name
+from anabranch.workers.client import Client
+from anabranch.workers.identity import Identity, default_name
 from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions, SyntheticWorker
 from tests.conftest import ServerFactory
 from tests.harness import Bench, ScriptedStore, bench, make_spec
@@ -354,14 +355,14 @@ async def test_closed_while_it_lives_it_joins_anew(run_url: str, run_name: str) 
         frozen = run.add("frozen", QUICK)
         await wait_until(lambda: member_of(run, "frozen") and member_of(run, "frozen").last_round, "it takes part")
         first = frozen.client.incarnation
-        report = frozen.client._report
+        report = frozen.client._heart.report
 
         async def silence() -> None:
             return
 
-        frozen.client._report = silence  # type: ignore[method-assign]
+        frozen.client._heart.report = silence  # type: ignore[method-assign]
         await wait_until(lambda: any(e["incarnation"] == first for e in run.tape("closed")), "its books are closed")
-        frozen.client._report = report  # type: ignore[method-assign]
+        frozen.client._heart.report = report  # type: ignore[method-assign]
         await wait_until(lambda: frozen.client.incarnation > first, "it has a new incarnation")
         await wait_until(
             lambda: member_of(run, "frozen") and member_of(run, "frozen").last_round, "it takes part again"
@@ -421,9 +422,9 @@ async def test_reports_are_coalesced(run_url: str, run_name: str) -> None:
     async with bench(run_url, make_spec(run_name)) as run:
         worker = run.add("only", Pace(step_s=0.001))
         await wait_until(lambda: worker.step > 200, "many steps are made")
-        beats, steps = worker.client._beats, worker.step
+        beats, steps = worker.client._heart.beats, worker.step
         await wait_until(lambda: worker.step > steps + 200, "many steps more")
-        assert worker.client._beats - beats < (worker.step - steps) / 5
+        assert worker.client._heart.beats - beats < (worker.step - steps) / 5
         assert await run.redis.xlen(run.keys.progress("only")) <= 200
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import anabranch
 from anabranch.errors import SpecError, UsageError
+from anabranch.faults import InjectedFault, armed
 from anabranch.queue.url import RunUrl
-from anabranch.spec import TaskSpec
+from anabranch.spec import RunSpec, TaskSpec
+from anabranch.workers.client import farewell_s
 from anabranch.workers.run import Ending, MemberOptions, load_task, run_evaluator, run_worker
+from anabranch.workers.session import Session
 from anabranch.workers.tasks.gpt import GPTTask
-from tests.harness import bench, make_spec, process
+from tests.harness import Bench, bench, make_spec, process
 from tests.wait import wait_until
 
 NOWHERE = RunUrl.parse("redis://127.0.0.1:1/0")
@@ -142,3 +149,79 @@ def test_an_ending_remembers_the_signal() -> None:
     assert not ending()
     ending.reason = "SIGTERM"
     assert ending()
+
+
+# --- leaving, in this process (tests/promises/test_10_leaving.py has the real ones) ------------------------
+
+
+@asynccontextmanager
+async def joined(run: Bench, **options: Any) -> AsyncIterator[tuple[Session, torch.nn.Module]]:
+    model = TinyTask({}).build_model()
+    session = await asyncio.to_thread(anabranch.join, run.url, model, name="w", **options)
+    try:
+        yield session, model
+    finally:
+        with suppress(InjectedFault):
+            await asyncio.to_thread(session.close)
+
+
+def tiny_spec(run_name: str) -> RunSpec:
+    return make_spec(run_name, task={"name": TINY, "options": {}})
+
+
+async def test_a_rest_of_minutes_ends_when_somebody_wants_to_leave(run_url: str, run_name: str) -> None:
+    async with bench(run_url, tiny_spec(run_name)) as run, joined(run, duty=1e-9) as (session, _):
+        step = asyncio.create_task(asyncio.to_thread(session.step, 4))
+        await wait_until(lambda: session._learner().books.holds(0), "it rests after its step")
+        assert not step.done()
+        session.hurry()
+        async with asyncio.timeout(5.0):
+            await step
+
+
+async def test_a_step_that_is_dropped_and_a_close_do_not_get_in_each_others_way(run_url: str, run_name: str) -> None:
+    async with bench(run_url, tiny_spec(run_name)) as run, joined(run) as (session, _):
+        first, second = await asyncio.gather(
+            asyncio.to_thread(session.abandon, "too long", 5.0), asyncio.to_thread(session.abandon, "too long", 5.0)
+        )
+        assert {first, second} == {True, False}
+        await asyncio.to_thread(session.close)
+        await wait_until(lambda: bool(run.tape("gone")), "it has left")
+        assert run.tape("gone")[0]["reason"] == "w left: too long"
+
+
+async def test_what_breaks_while_closing_is_raised(run_url: str, run_name: str) -> None:
+    async with bench(run_url, tiny_spec(run_name)) as run, joined(run) as (session, _):
+        await run.settle()
+        session.step(4)
+        with armed("worker before upload"), pytest.raises(InjectedFault):
+            await asyncio.to_thread(session.close)
+        await asyncio.to_thread(session.close)  # once is enough
+
+
+async def test_after_a_stop_nothing_waits_for_uploads_that_will_not_end(
+    run_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(run_url, tiny_spec(run_name)) as run, joined(run) as (session, _):
+        uploading = asyncio.Event()
+
+        async def never(*_: Any) -> Any:
+            uploading.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(session._client.blobs, "put", never)
+
+        def trains() -> bool:
+            session.step(4)
+            return uploading.is_set()
+
+        await wait_until(trains, "an upload hangs")
+        await run.command("stop")
+        await wait_until(lambda: session.stopped, "it hears of the stop")
+        began = time.monotonic()
+        await asyncio.to_thread(session.close)
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_short_drain_is_shared_by_contributions_and_farewell() -> None:
+    assert (farewell_s(10.0), farewell_s(2.0), farewell_s(0.0)) == (3.0, 1.0, 0.0)

@@ -12,6 +12,8 @@ const HINTS = [
   [/^waiting for a first worker$/, (m, s) => `start one: anabranch worker ${s.url}`, "quiet"],
   [/^waiting for version 0/, () => "its weights become the first global model", "quiet"],
   [/^no worker makes steps$/, () => "workers answer, but their step counters stand still", "bad"],
+  [/^the server is nearly full/, () => "workers train on; raise maxmemory, or wait until payloads run out", "warn"],
+  [/^the server lost this run/, () => "end this synchronizer, anabranch restore CHECKPOINT URL, then start it again", "bad"],
   [/^Redis does not answer$/, () => "figures are the last known ones; it goes on by itself", "bad"],
   [/^standby/, () => "this synchronizer takes over if the leader stops", "quiet"],
 ];

@@ -7,7 +7,8 @@ import { known } from "./known.js";
 const SEVERITY = {
   merged: "good", joined: "good", born: "good", back: "good",
   rejected: "warn", abandoned: "warn", refused: "warn", "turned away": "warn", declined: "warn", resend: "warn",
-  gone: "bad", "ledger mismatch": "bad",
+  "server full": "warn", "server has room": "good", trouble: "warn",
+  gone: "bad", "ledger mismatch": "bad", timeline: "bad", orphaned: "bad",
 };
 const GLYPHS = { good: "✓", warn: "!", bad: "✕", quiet: "·" };
 

@@ -1,0 +1,74 @@
+"""A member's heartbeats: what the training side measured, at least once per heartbeat, on a connection of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from anabranch.workers.outbox import finite
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+Persist = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
+
+LEAST_S = 0.1  # reports are coalesced to 10 per second
+_KEPT = 16  # entries of the stream
+_TTL_S = 3600  # a stream nobody reads any more must not stay for ever
+
+
+@dataclass
+class Vitals:
+    """What the training side measures and heartbeats carry. Written by the training side only."""
+
+    step_s: float = 0.0
+    loss: float | None = None
+    train_s: float = 0.0
+    rest_s: float = 0.0
+    life_s: float = 0.0
+    heldout_loss: float | None = None
+    measured: list[int] = field(default_factory=list)
+    measured_tokens: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """As a progress message has them."""
+        return {**vars(self), "loss": finite(self.loss), "heldout_loss": finite(self.heldout_loss)}
+
+
+class Heart:
+    """Beats until cancelled."""
+
+    def __init__(self, redis: Redis, key: str, message: Callable[[], bytes | None]) -> None:
+        """`key`: the progress stream; `message` gives an envelope, or None while there is nothing to report."""
+        self.due = asyncio.Event()  # a step was made: report soon
+        self.beats = 0
+        self._redis = redis
+        self._key = key
+        self._message = message
+
+    async def beat(
+        self, heartbeat_s: float, persist: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
+    ) -> None:
+        """Report at least once per heartbeat, at most ten times per second; `persist` repeats through outages."""
+        least_s = min(LEAST_S, heartbeat_s / 2)
+        while True:
+            started = time.monotonic()
+            await persist(lambda: self.report())
+            await asyncio.sleep(max(0.0, least_s - (time.monotonic() - started)))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, heartbeat_s * 0.9 - least_s)):
+                    await self.due.wait()
+            self.due.clear()
+
+    async def report(self) -> None:
+        """One report, now."""
+        if (data := self._message()) is None:
+            return
+        await self._redis.xadd(self._key, {"m": data}, maxlen=_KEPT, approximate=True)
+        if self.beats % 64 == 0:
+            await self._redis.expire(self._key, _TTL_S)
+        self.beats += 1

@@ -1,0 +1,51 @@
+"""What runs beside the loop, and what ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from anabranch.loops import in_daemon_thread, leaf
+
+
+async def test_the_result_comes_back() -> None:
+    assert await in_daemon_thread(threading.current_thread) is not threading.current_thread()
+
+
+async def test_an_error_comes_back_as_itself() -> None:
+    def fails() -> None:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        await in_daemon_thread(fails)
+
+
+async def test_who_is_cancelled_does_not_wait() -> None:
+    release = threading.Event()
+    task = asyncio.create_task(in_daemon_thread(release.wait), name="waiting")
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()
+
+
+def test_it_does_not_hold_up_the_end_of_the_process() -> None:
+    code = (
+        "import asyncio, threading\n"
+        "from anabranch.loops import in_daemon_thread, run_async\n"
+        "async def main():\n"
+        "    asyncio.create_task(in_daemon_thread(threading.Event().wait))\n"
+        "    await asyncio.sleep(0)\n"
+        "run_async(main())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+
+
+def test_the_leaf_of_nested_groups_is_the_first_plain_error() -> None:
+    inner = ValueError("here")
+    assert leaf(ExceptionGroup("outer", [ExceptionGroup("middle", [inner]), OSError()])) is inner
