@@ -219,6 +219,12 @@ async def test_a_resting_worker_answers_calls(run_url: str, run_name: str) -> No
     async with bench(run_url, spec) as run, joined(run, "w", model, duty=0.05) as session:
         for _ in range(3):
             await asyncio.to_thread(train_step, session, model)
+
+        def nothing_under_way() -> bool:  # a version that arrives with the next step would discard its tokens
+            session.poll(0.0)
+            return not run.state.rounds and session.versions() == run.versions()
+
+        await wait_until(nothing_under_way, "everything is adopted")
         before = run.versions()[0]
         session._last -= 2.0  # as if the step had taken so long: it rests 38 s
         resting = threading.Thread(target=train_step, args=(session, model), name="training")
