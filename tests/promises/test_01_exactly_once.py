@@ -56,7 +56,7 @@ def mother() -> Iterator[Zygote]:
 @pytest.fixture(autouse=True)
 def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds follow reports: ten a second would make most of the time of these tests."""
-    monkeypatch.setattr("anabranch.workers.client.LEAST_PROGRESS_S", 0.02)
+    monkeypatch.setattr("anabranch.workers.heart.LEAST_S", 0.02)
 
 
 def test_every_point_of_the_synchronizer_is_killed_at() -> None:

@@ -72,7 +72,7 @@ def flat_spec(run: str) -> RunSpec:
 @pytest.fixture(autouse=True)
 def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds follow reports."""
-    monkeypatch.setattr("anabranch.workers.client.LEAST_PROGRESS_S", 0.02)
+    monkeypatch.setattr("anabranch.workers.heart.LEAST_S", 0.02)
 
 
 @pytest.fixture(autouse=True)
