@@ -97,6 +97,7 @@ class Client:
         self._init_sent = 0  # incarnation that was asked for version 0 and answered
         self._leaving = False
         self._cut_off = False  # the connection was lost since the broadcast was last read
+        self._due = asyncio.Event()  # a step was made: report soon
         self._heart: Heart
         self._tasks: asyncio.TaskGroup
 
@@ -106,7 +107,7 @@ class Client:
         """Connect, check the server and read the run's definition; waits until a synchronizer has written it."""
         self._redis = await self._connect(stack, "member")
         pulse = await self._connect(stack, "heart")
-        self._heart = Heart(pulse, self.keys.progress(self.identity.name), self._progress)
+        self._heart = Heart(pulse, self.keys.progress(self.identity.name), self._progress, self._due)
         self._reading = await self._connect(stack, "reader")
         self.blobs = RedisBlobs(self._redis, self.keys)
         await check_server(self._redis, self.url)
@@ -444,7 +445,7 @@ class Client:
 
     def progressed(self) -> None:
         """The training side made a step: report soon. Call it in the I/O thread."""
-        self._heart.due.set()
+        self._due.set()
 
     async def _beat(self) -> None:
         assert self.record is not None

@@ -42,10 +42,11 @@ class Vitals:
 class Heart:
     """Beats until cancelled."""
 
-    def __init__(self, redis: Redis, key: str, message: Callable[[], bytes | None]) -> None:
-        """`key`: the progress stream; `message` gives an envelope, or None while there is nothing to report."""
-        self.due = asyncio.Event()  # a step was made: report soon
+    def __init__(self, redis: Redis, key: str, message: Callable[[], bytes | None], due: asyncio.Event) -> None:
+        """`key`: the progress stream; `message` gives an envelope, or None while there is nothing to report; `due`
+        asks for a report before the next heartbeat."""
         self.beats = 0
+        self._due = due
         self._redis = redis
         self._key = key
         self._message = message
@@ -61,8 +62,8 @@ class Heart:
             await asyncio.sleep(max(0.0, least_s - (time.monotonic() - started)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, heartbeat_s * 0.9 - least_s)):
-                    await self.due.wait()
-            self.due.clear()
+                    await self._due.wait()
+            self._due.clear()
 
     async def report(self) -> None:
         """One report, now."""

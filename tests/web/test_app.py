@@ -301,7 +301,10 @@ async def test_control_needs_the_token_and_acts(run_url: str, run_name: str) -> 
         assert await shown.control("pause", TOKEN) == 202
         await wait_until(lambda: shown.run.state.paused and not shown.run.state.rounds, "the run is paused")
         assert (await shown.status())["phase"] == "paused"
-        assert "paused (by page)" in {event["reason"] for event in shown.run.tape("announced")}
+        await wait_until(
+            lambda: "paused (by page)" in {event["reason"] for event in shown.run.tape("announced")},
+            "it is on the tape",
+        )
         versions = shown.run.versions()
         assert await shown.control("resume", TOKEN) == 202
         await shown.run.reach(max(versions) + 1)
