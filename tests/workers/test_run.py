@@ -139,7 +139,7 @@ async def test_a_signal_is_a_farewell(run_url: str, run_name: str) -> None:
             await run.reach(1, timeout_s=20)
             worker.send_signal(signal.SIGTERM)
             await _ends_with(worker, 0)
-        await wait_until(lambda: bool(run.state.departed), "its books are closed")
+        await wait_until(lambda: bool(run.tape("closed")), "its books are closed")
         assert run.tape("gone")[0]["reason"].startswith("w left")
         assert run.state.departed[0].lost == 0
 
