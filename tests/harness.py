@@ -140,12 +140,14 @@ async def bench(
     directory: Path | None = None,
     init: Path | None = None,
     checkpoints: str | None = None,
+    look_back: bool = True,
 ) -> AsyncIterator[Bench]:
-    """Lead the run of `run_url` until the block ends."""
+    """Lead the run of `run_url` until the block ends. `look_back`: `Bench.tape` forgets nothing."""
     url = RunUrl.parse(run_url)
     redis = connect(url, name="test")
     synchronizer = Synchronizer(url, spec, directory=directory, init=init, checkpoints=checkpoints)
-    synchronizer.tape.recent = deque(synchronizer.tape.recent)  # a test may look back as far as it likes
+    if look_back:
+        synchronizer.tape.recent = deque(synchronizer.tape.recent)
     task = asyncio.create_task(synchronizer.run(), name="synchronizer")
     try:
         async with asyncio.TaskGroup() as group:

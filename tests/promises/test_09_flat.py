@@ -178,7 +178,7 @@ class Guests:
 
 async def busy(url: str, directory: Path, rounds: int, incarnations: int) -> Meter:
     """Residents at work, guests coming and going, and samples at even distances."""
-    async with bench(url, flat_spec(RunUrl.parse(url).run), directory=directory) as run:
+    async with bench(url, flat_spec(RunUrl.parse(url).run), directory=directory, look_back=False) as run:
         for number in range(RESIDENTS):
             run.add(f"resident-{number}", Pace(step_s=0.005))
         guests, meter = Guests(run, rounds, incarnations), Meter(run.redis, run.keys)
