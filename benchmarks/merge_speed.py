@@ -1,6 +1,6 @@
 """How fast contributions are merged: GB/s of delta bytes, against naive numpy in the same run.
 
-    python benchmarks/merge_speed.py [--out docs/results/merge_speed.json] [--elements 16777216] [--workers 4]
+    python -m benchmarks.merge_speed [--out docs/results/merge_speed.json] [--elements 16777216] [--workers 4]
 
 Absolute figures belong to the machine and its mood; the ratio to naive numpy, taken in turns, travels.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import time
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from anabranch.merge.average import MergeRules, Rule, merge_fragment
 from anabranch.merge.fragments import Fragment, TensorSpec, plan_layout
+from benchmarks.machine import cores, processor
 
 Vector = NDArray[np.float32]
 RULES: tuple[Rule, ...] = ("average", "radial")
@@ -42,8 +42,8 @@ def main() -> None:
     weights = [1.0 + worker for worker in range(args.workers)]
     result = {
         "benchmark": "merge_speed",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
+        "processor": processor(),
+        "cores": cores(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "workers": args.workers,
@@ -112,17 +112,6 @@ def _naive_radial(fragment: Fragment, deltas: Sequence[Vector], weights: Sequenc
         length = float(np.sqrt(np.sum(np.square(direction), dtype=np.float64)))
         out[start:stop] = direction * np.float32(mean / length)
     return out
-
-
-def _processor() -> str:
-    """The processor's model name; never the host's."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _report(result: dict[str, object]) -> None:

@@ -94,16 +94,12 @@ async def load_run(
             f"run {owner.keys.run!r} was under way, and the server holds nothing of it any more. This synchronizer "
             "has no copy: it ends, no new model is begun. Give --checkpoints to all synchronizers of a run"
         )
-    _begin_state(owner, stored)
+    stored.core.state.init_given = owner.init is not None
     if stored.core.state.born:
         log.info("run %s continues: %s tokens applied", owner.keys.run, f"{stored.core.state.tokens:,}")
     record = replace(stored.record, schema=_schema(stored), release=VERSION)
     returned = suspicion if stored.core.state.born else None
     return Loaded(stored.core, record, vault, returned, heard=stored.broadcast)
-
-
-def _begin_state(owner: Synchronizer, stored: Stored) -> None:
-    stored.core.state.init_given = owner.init is not None
 
 
 def _schema(stored: Stored) -> int:
@@ -190,7 +186,6 @@ async def _put_back(
     check_same(owner.keys.run, owner.spec, spec)
     loaded = await put_back(owner.keys.run, redis, persist, stored, copy, spec, nonce, owner.clock.now)
     loaded.returned = f"{suspicion}: restored from {copy.location}, {copy.tokens:,} tokens applied"
-    _begin_state(owner, stored)
     return loaded
 
 

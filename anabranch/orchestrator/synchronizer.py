@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anabranch.errors import AnabranchError, Fenced, LeadershipLost, SchemaMismatch, ServerChanged
 from anabranch.loops import leaf
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from anabranch.orchestrator.vault import Vault
 
 log = logging.getLogger("anabranch.synchronizer")
+
+T = TypeVar("T")
 
 RELEASE_S = 2.0  # to give the lease back when ending; it runs out by itself otherwise
 CHECKPOINTS = "checkpoints"  # folder in the run directory
@@ -198,20 +201,23 @@ class Synchronizer:
                 self.standby_for = holder.owner
                 self.changed.set()
             if not self.saw_model:
-                born = partial(redis.hexists, self.keys.state, fragment_field(0))
-                self.saw_model = bool(await self._persist(born))
+                self.saw_model = await self._persist(partial(self._is_born, redis))
             await asyncio.sleep(min(max(holder.left_s, 0.01), max(1.0, lease_s / 4)))
         self.standby_for = None
         log.info("leading run %s, epoch %d", self.keys.run, writer.epoch)
+
+    async def _is_born(self, redis: Redis) -> bool:
+        found: Any = await redis.hexists(self.keys.state, fragment_field(0))
+        return bool(found)
 
     async def _release(self, writer: FencedWriter) -> None:
         with suppress(LeadershipLost, *OUTAGE):
             async with asyncio.timeout(RELEASE_S):
                 await writer.renew(0)
 
-    async def _persist(self, action: object) -> Holder | None:
+    async def _persist(self, action: Callable[[], Awaitable[T]]) -> T:
         return await persist(
-            action,  # type: ignore[arg-type]
+            action,
             "take the lease",
             log,
             timeout_s=REPLY_S,

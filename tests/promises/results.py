@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.machine import cores, processor
+
 VARIABLE = "ANABRANCH_RESULTS"  # a folder; docs/results by default
 DEFAULT = Path(__file__).parents[2] / "docs" / "results"
 
@@ -24,18 +26,7 @@ def write_results(promise: str, seed: int, figures: Mapping[str, object]) -> Pat
     folder = Path(os.environ.get(VARIABLE) or DEFAULT)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{promise}.json"
-    machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"processor": processor(), "cores": cores(), "python": platform.python_version()}
     path.write_text(json.dumps({"promise": promise, **machine, "seed": seed, **figures}, indent=2) + "\n")
     progress(f"{path}")
     return path
-
-
-def processor() -> str:
-    """The processor's model name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,44 +23,11 @@ from anabranch.workers.run import Ending, MemberOptions, load_task, run_evaluato
 from anabranch.workers.session import Session
 from anabranch.workers.tasks.gpt import GPTTask
 from tests.harness import Bench, bench, make_spec, process
+from tests.tiny_task import TinyTask
 from tests.wait import wait_until
 
 NOWHERE = RunUrl.parse("redis://127.0.0.1:1/0")
-TINY = "tests.workers.test_run:TinyTask"
-
-
-class TinyBatch:
-    tokens = 4
-
-    def to(self, device: torch.device) -> TinyBatch:
-        return self
-
-
-class TinyTask:
-    """A task of one's own: a few numbers that shrink."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-
-    def build_model(self, device: torch.device | str = "cpu") -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
-
-    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def batches(self, seed: int, worker: str) -> Iterator[TinyBatch]:
-        while True:
-            yield TinyBatch()
-
-    def loss(self, model: torch.nn.Module, batch: TinyBatch) -> torch.Tensor:
-        result: torch.Tensor = model(torch.ones(2, 3)).square().mean()
-        return result
-
-    def heldout_batches(self) -> list[TinyBatch]:
-        return [TinyBatch()]
-
-    def learning_rate(self, global_tokens: int) -> float:
-        return 0.01
+TINY = "tests.tiny_task:TinyTask"
 
 
 def test_a_built_in_task_has_a_name() -> None:
@@ -81,7 +48,7 @@ def test_an_override_takes_the_runs_place() -> None:
     [
         ("gtp", r"task\.name = 'gtp': unknown; allowed: gpt, synthetic, or package\.module:Class"),
         ("no.such.module:Task", "cannot be imported: No module named"),
-        ("tests.workers.test_run:Missing", "cannot be imported"),
+        ("tests.tiny_task:Missing", "cannot be imported"),
     ],
 )
 def test_a_task_that_cannot_be_had_is_named(name: str, words: str) -> None:
