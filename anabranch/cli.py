@@ -60,6 +60,20 @@ Checkpoints = Annotated[
     str | None,
     typer.Option(help="where checkpoints are kept: a folder or an fsspec URL (s3://bucket/run); by default in --dir"),
 ]
+TaskName = Annotated[
+    str | None, typer.Option("--task", help="gpt, hf or package.module:Class instead of the run's task")
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        help="task hf: folder of the model and its tokenizer on this machine, instead of task.options.model"
+    ),
+]
+Data = Annotated[Path | None, typer.Option(help="folder of text on this machine, instead of task.options.data")]
+Lora = Annotated[
+    bool | None,
+    typer.Option("--lora/--no-lora", help="task hf: train adapters only, or everything; else task.options.lora"),
+]
 DrainS = Annotated[float, typer.Option("--drain-s", help="seconds to finish what is in flight at SIGTERM", min=0.0)]
 Directory = Annotated[Path, typer.Option("--dir", help="run directory (mode 0700)")]
 
@@ -150,7 +164,7 @@ def up(
     settings = _settings(spec, overrides, name, print_config)
     from anabranch.demo import ending_on_signals
     from anabranch.orchestrator.web.app import PageOptions
-    from anabranch.up import UpOptions, bring_up, reachable_url
+    from anabranch.up import UpOptions, bring_up, members_left, reachable_url
 
     options = UpOptions(directory, host, port, PageOptions(page_host, page_port), init, checkpoints, drain_s)
     fresh = spec is not None or bool(overrides)
@@ -165,6 +179,8 @@ def up(
                 dead = asyncio.create_task(running.server.wait_dead(), name="cli: watch the server")
                 try:
                     await _first_of(ending, running.synchronizer.stopped, running.task, dead)
+                    if running.synchronizer.stopped.is_set():
+                        await members_left(running.synchronizer)
                     if dead.done():
                         raise ServerError(
                             f"the embedded server ended by itself; its log says:\n{running.server.log_tail()}"
@@ -233,8 +249,20 @@ def worker(
     threads: Threads = None,
     duty: Annotated[float, typer.Option(help="share of the time spent training")] = 1.0,
     task: Annotated[
-        str | None, typer.Option(help="package.module:Class instead of the run's task; or synthetic")
+        str | None, typer.Option(help="gpt, hf or package.module:Class instead of the run's task; or synthetic")
     ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="items per step, or auto: what trains most tokens/s of what fits")
+    ] = None,
+    offload_base: Annotated[
+        bool, typer.Option("--offload-base", help="keep the base on the host: saves 4 bytes per parameter")
+    ] = False,
+    own_data: Annotated[
+        bool, typer.Option("--own-data", help="train on data of this machine, not on what the run hands out")
+    ] = False,
+    model: Model = None,
+    data: Data = None,
+    lora: Lora = None,
     drain_s: DrainS = 10.0,
 ) -> None:
     """Join a run and train."""
@@ -242,7 +270,19 @@ def worker(
 
     ending = Ending(drain_s)
     ending.install()
-    run_worker(RunUrl.parse(url), MemberOptions(name, label, device, threads, duty, task=task), ending)
+    options = MemberOptions(
+        name,
+        label,
+        device,
+        threads,
+        duty,
+        task=task,
+        batch=batch,
+        offload_base=offload_base,
+        own_data=own_data,
+        task_options=_task_options(model, data, lora),
+    )
+    run_worker(RunUrl.parse(url), options, ending)
 
 
 @app.command()
@@ -253,7 +293,13 @@ def evaluator(
     device: Device = "auto",
     threads: Threads = None,
     every_s: Annotated[float, typer.Option(help="seconds between two measurements", min=0.1)] = 5.0,
-    task: Annotated[str | None, typer.Option(help="package.module:Class instead of the run's task")] = None,
+    task: TaskName = None,
+    model: Model = None,
+    data: Data = None,
+    lora: Lora = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="log how the global model continues this text, at each measurement")
+    ] = None,
     drain_s: DrainS = 10.0,
 ) -> None:
     """Join a run without contributing: measure held-out loss of the global model."""
@@ -261,7 +307,10 @@ def evaluator(
 
     ending = Ending(drain_s)
     ending.install()
-    options = MemberOptions(name, label, device, threads, every_s=every_s, task=task)
+    options = MemberOptions(
+        name, label, device, threads, every_s=every_s, task=task, task_options=_task_options(model, data, lora),
+        prompt=prompt,
+    )  # fmt: skip
     run_evaluator(RunUrl.parse(url), options, ending)
 
 
@@ -335,14 +384,20 @@ def set_(
 def sample(
     where: CheckpointPath,
     prompt: Annotated[str, typer.Option(help="text to continue")] = "def ",
-    length: Annotated[int, typer.Option("--bytes", help="bytes to generate", min=1, max=65536)] = 400,
+    length: Annotated[
+        int, typer.Option("--bytes", help="how much to generate, in the task's units (gpt: bytes)", min=1, max=65536)
+    ] = 400,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.8,
     seed: Annotated[int, typer.Option()] = 0,
+    task: TaskName = None,
+    model: Model = None,
+    lora: Lora = None,
 ) -> None:
     """Let a checkpointed model write a few lines."""
     from anabranch.workers.sample import sample_checkpoint
 
-    typer.echo(sample_checkpoint(where, prompt, length, temperature, seed))
+    options = _task_options(model, None, lora)
+    typer.echo(sample_checkpoint(where, prompt, length, temperature, seed, task=task, options=options))
 
 
 @app.command()
@@ -374,6 +429,14 @@ def _settings(spec: Path | None, overrides: list[str] | None, run: str, print_co
         typer.echo(settings.to_toml(), nl=False)
         raise typer.Exit
     return settings
+
+
+def _task_options(model: Path | None, data: Path | None, lora: bool | None) -> dict[str, Any]:
+    """What a machine says about the task goes before what the run says."""
+    given = {"model": model, "data": data, "lora": lora}
+    return {
+        key: str(value) if isinstance(value, Path) else value for key, value in given.items() if value is not None
+    }
 
 
 def _command(url: str, action: str, **details: Any) -> None:

@@ -20,6 +20,7 @@ allowed and what to do next::
     │   └── UnusablePayload       wrong length, non-finite values, norm over the limit
     ├── MemberRefused             the synchronizer does not let this member in (or no longer)
     │   └── LayoutMismatch        the model's tensors differ from the run's
+    ├── IslandBroken              another rank of the same island is gone, or trains something else
     ├── LeadershipLost            this process has to load the run again before it may lead again
     │   ├── Fenced                a newer leader holds the run: this process must stop writing
     │   └── ServerChanged         the server was started again, replaced, or lost acknowledged writes
@@ -95,6 +96,10 @@ class MemberRefused(AnabranchError):
 
 class LayoutMismatch(MemberRefused):
     """The model's tensors differ from the run's; the message names the first one."""
+
+
+class IslandBroken(AnabranchError):
+    """Another rank of the same island is gone, or trains something else."""
 
 
 class LeadershipLost(AnabranchError):

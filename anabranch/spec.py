@@ -30,8 +30,12 @@ MUTABLE = frozenset(
         "rounds.inner_steps",
         "rounds.grace_factor",
         "rounds.grace_cap_s",
+        "data.epochs",
     }
 )
+
+#: Settings and sections that members of older message schemas do not know. A run of such a schema has their defaults.
+_SINCE = {"workers.blend_alpha": 3, "data": 3}
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -86,7 +90,8 @@ class MergeSpec(_Section):
 class WorkersSpec(_Section):
     """What every member follows."""
 
-    adoption: Literal["overwrite"] = "overwrite"
+    adoption: Literal["overwrite", "blend", "rebase"] = "overwrite"
+    blend_alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5  # share of the live parameters that `blend` keeps
     codec: Literal["fp32", "bf16"] = "bf16"
     heartbeat_s: Annotated[float, Field(ge=0.05, le=3600)] = 1.0  # gone after 3 without one
     stuck_after_steps: Annotated[float, Field(ge=2)] = 10.0  # no step for this many usual step times: stuck
@@ -113,6 +118,13 @@ class CheckpointSpec(_Section):
     keep: Annotated[int, Field(ge=1)] = 3
 
 
+class DataSpec(_Section):
+    """How a shared dataset is cut into ranges and handed out (`orchestrator/ranges.py`)."""
+
+    range_items: Annotated[int, Field(ge=1, le=2**31)] | None = None  # None: by the dataset's size
+    epochs: Annotated[int, Field(ge=1)] | None = None  # the run stops after so many; None: it goes on
+
+
 class TaskSpec(_Section):
     """What workers train; the synchronizer does not look inside."""
 
@@ -131,6 +143,7 @@ class RunSpec(_Section):
     limits: LimitsSpec = LimitsSpec()
     leader: LeaderSpec = LeaderSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    data: DataSpec = DataSpec()
     task: TaskSpec = TaskSpec()
 
     @property
@@ -151,6 +164,15 @@ class RunSpec(_Section):
         section, field = key.split(".")
         data[section][field] = value
         return parse_spec(data)
+
+    def to_wire(self, schema: int) -> dict[str, Any]:
+        """Plain values for readers of a message schema: those of an older one know, and refuse, fewer keys."""
+        data = self.model_dump(mode="json")
+        for key, since in _SINCE.items():
+            if schema < since:
+                section, _, field = key.partition(".")
+                (data[section] if field else data).pop(field or section)
+        return data
 
     def to_toml(self) -> str:
         """What is in force, as `run.toml` would say it (`--print-config`)."""

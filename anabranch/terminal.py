@@ -145,6 +145,13 @@ def print_status(console: Console, shown: dict[str, Any]) -> None:
     for item in shown["open"]:
         waits = item["waits_for"] or item["phase"]
         console.print(f"  round {item['round']} of fragment {item['fragment']}: {waits}", highlight=False)
+    if (data := shown.get("data")) is not None:
+        epochs = f" of {data['epochs']}" if data["epochs"] else ""
+        console.print(
+            f"data: epoch {data['epoch']}{epochs}, {data['handed_out']} of {data['ranges']} ranges handed out, "
+            f"{data['leased']} in hand, {data['waiting']} to be redone, {data['done']} done",
+            highlight=False,
+        )
     console.print(members_table(shown["members"]))
     console.print(ledger_table(shown["ledger"]))
     for event in shown.get("events", []):

@@ -25,6 +25,8 @@ from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
 
 LOOPBACK = "127.0.0.1"
+LEAVE_S = 15.0  # for members to hear that the run has stopped, and to leave
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,12 @@ def reachable_url(url: RunUrl, host: str) -> str:
         address = probe.getsockname()[0]
         return re.sub(r"@(127\.0\.0\.1|0\.0\.0\.0):", f"@{address}:", str(url))
     return str(url)
+
+
+async def members_left(synchronizer: Synchronizer, within_s: float = LEAVE_S) -> None:
+    """Return once nobody is a member of a stopped run any more: a member that has not heard of it by the time its
+    server is gone would wait for that to come back."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while (core := synchronizer.core) is not None and any(m.live for m in core.state.members.values()):  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)

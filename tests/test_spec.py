@@ -16,7 +16,7 @@ from anabranch.spec import MUTABLE, RunSpec, load_spec, parse_spec, parse_value
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"colour": 1}, r"colour = 1: unknown key; allowed here: checkpoint, leader, limits"),
+        ({"colour": 1}, r"colour = 1: unknown key; allowed here: checkpoint, data, leader, limits"),
         ({"rounds": {"quorums": 2}}, r"rounds\.quorums = 2: unknown key; allowed here: .*quorum"),
         ({"rounds": {"inner_steps": "24"}}, r"rounds\.inner_steps = '24': input should be a valid integer"),
         ({"rounds": {"inner_steps": 2.5}}, r"rounds\.inner_steps = 2\.5"),
@@ -171,6 +171,10 @@ CHANGES: dict[str, object] = {
     "merge.outer_momentum": 0.1,
     "workers.codec": "fp32",
     "workers.heartbeat_s": 2.0,
+    "workers.adoption": "rebase",
+    "workers.blend_alpha": 0.25,
+    "data.range_items": 8,
+    "data.epochs": 2,
     "limits.max_members": 3,
     "limits.max_delta_norm": 1.0,
     "leader.lease_s": 1.0,
@@ -202,7 +206,9 @@ def test_what_may_change_is_changed_in_a_copy() -> None:
 
 @pytest.mark.parametrize("key", ["rounds.fragments", "merge.outer_lr", "name", "nonsense", "rounds"])
 def test_nothing_else_changes(key: str) -> None:
-    with pytest.raises(SpecError, match=r"cannot change while the run goes on; allowed: rounds\.grace_cap_s"):
+    with pytest.raises(
+        SpecError, match=r"cannot change while the run goes on; allowed: data\.epochs, rounds\.grace_cap_s"
+    ):
         RunSpec().changed(key, 1)
 
 

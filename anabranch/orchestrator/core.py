@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from anabranch.errors import SpecError
-from anabranch.orchestrator import membership, rounds, timelines
+from anabranch.orchestrator import membership, ranges, rounds, timelines
 from anabranch.orchestrator.events import (
     Announce,
     Birth,
@@ -35,6 +35,7 @@ from anabranch.orchestrator.events import (
     Note,
     Offered,
     Progressed,
+    RangesAsked,
     Returned,
     SetTimer,
     TimerFired,
@@ -107,6 +108,8 @@ class Core:
             case Left():
                 yield from membership.leave(state, event)
                 yield from rounds.review_all(state, now)
+            case RangesAsked():
+                yield from self._asked(event)
             case InitOffered() | InitReady() | InitFailed():
                 yield from self._birth(event)
             case Unreadable():
@@ -131,6 +134,14 @@ class Core:
             yield from timelines.begin(self.state, reason)
         yield from membership.progress(self.state, event, now)
 
+    def _asked(self, event: RangesAsked) -> Iterator[Instruction]:
+        yield Consume("range request read", event.sender, (event.entry,))
+        member = membership.find(self.state, event.incarnation, event.sender)
+        if member is None:
+            yield from membership.speaks_for_none(self.state, event.incarnation, event.sender)
+        else:
+            yield from ranges.asked(self.state, member, event)
+
     def _start(self, now: float, fresh: bool) -> Iterator[Instruction]:
         if self.state.stopped and fresh:  # whoever starts a synchronizer on a stopped run wants it to go on
             self.state.stopped = False
@@ -149,6 +160,7 @@ class Core:
             yield from membership.expire(self.state, now)
             yield from rounds.review_all(self.state, now)
             yield from membership.close_finished(self.state)
+            yield from ranges.serve_waiting(self.state)
             yield SetTimer("sweep", "sweep", self._sweep_s)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from anabranch.queue.messages import Claim
+from anabranch.queue.messages import Claim, Held, Lease
 
 TimerName = Literal["round deadline", "grace", "sweep"]
 
@@ -73,6 +73,9 @@ class Progressed:
     heldout_loss: float | None = None
     measured_tokens: int = 0
     timeline: str = ""  # that `adopted` speaks of; "": not said (schema 1)
+    leased: int = 0
+    leases: tuple[Held, ...] = ()
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,20 @@ class Left:
     reason: str
     entry: bytes
     figures: tuple[tuple[int, int], ...] = ()
+    leases: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True)
+class RangesAsked:
+    """A worker asks for data ranges."""
+
+    sender: str
+    incarnation: int
+    entry: bytes
+    items: int
+    fingerprint: str
+    wanted: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,7 @@ Event = (
     | FetchFailed
     | Declined
     | Left
+    | RangesAsked
     | Unreadable
     | InitOffered
     | InitReady
@@ -428,6 +446,19 @@ class Close(Instruction):
     lost: int  # parameter-weighted
     books: tuple[tuple[int, int, int], ...]  # applied, rejected, lost per fragment
     last_of_name: bool  # no other incarnation uses the inbox
+
+
+@dataclass(frozen=True)
+class Grant(Instruction):
+    """Data ranges for one worker, or none and why."""
+
+    on_tape: ClassVar[bool] = False  # what is leased for the first time is noted
+    incarnation: int
+    name: str
+    timeline: str
+    leases: tuple[Lease, ...] = ()
+    exhausted: bool = False
+    refused: str = ""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,17 @@ def read_inbox(entry: Entry, sender: str, run: str) -> events.Event:
             )
         case messages.Farewell():
             figures = tuple((f.processed, f.discarded) for f in message.figures)
-            return events.Left(sender, message.incarnation, message.reason, entry.id, figures)
+            return events.Left(sender, message.incarnation, message.reason, entry.id, figures, tuple(message.leases))
+        case messages.RangeRequest():
+            return events.RangesAsked(
+                sender=sender,
+                incarnation=message.incarnation,
+                entry=entry.id,
+                items=message.items,
+                fingerprint=message.fingerprint,
+                wanted=message.wanted,
+                after=message.after,
+            )
         case messages.Init():
             return events.InitOffered(sender, message.incarnation, entry.id, message)
         case _:
@@ -70,6 +80,9 @@ def read_progress(entry: Entry, sender: str, run: str) -> events.Event:
         heldout_loss=message.heldout_loss,
         measured_tokens=message.measured_tokens,
         timeline=message.timeline,
+        leased=message.leased,
+        leases=tuple(message.leases),
+        idle=message.idle,
     )
 
 

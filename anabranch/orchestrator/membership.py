@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anabranch.orchestrator import policies
+from anabranch.orchestrator import policies, ranges
 from anabranch.orchestrator.events import (
     AskInit,
     Book,
@@ -27,6 +27,8 @@ from anabranch.orchestrator.state import HELDOUT_KEPT, Departed, Member, State
 FULL = 0.80  # share of the server's memory above which no round opens
 ROOM = 0.75  # below it they open again
 CREDIBLE_FACTOR = 4.0  # between a claimed step time and the observed one: reports are coalesced, averages lag
+BOOTSTRAPS = 8  # members that fetch the whole model at the same time: the others are there to train
+BOOTSTRAP_S = 10.0
 OTHER_LAYOUT = "the model's tensors differ from the run's (layout hash)"
 
 
@@ -57,6 +59,8 @@ def join(state: State, event: Joined, now: float) -> Iterator[Instruction]:
         reason, retry = refusal
         yield TurnAway(reason, event.name, event.nonce, retry, shared=bool(namesakes))
         return
+    if state.born and sum(_is_fetching(m, now) for m in state.members.values()) >= BOOTSTRAPS:
+        return  # it asks again every heartbeat
     member = _admit(state, event, now)
     yield Welcome(
         f"{event.role} {event.name} joined" + (f" ({event.label})" if event.label else ""),
@@ -83,6 +87,11 @@ def _refusal(state: State, event: Joined, namesakes: list[Member]) -> tuple[str,
     return None
 
 
+def _is_fetching(member: Member, now: float) -> bool:
+    """Whether it fetches the whole model. A link so slow that this takes longer does not strain the server."""
+    return member.live and min(member.adopted, default=-1) < 0 and now - member.joined_at < BOOTSTRAP_S
+
+
 def _admit(state: State, event: Joined, now: float) -> Member:
     count = len(state.fragments)
     member = Member(
@@ -96,6 +105,7 @@ def _admit(state: State, event: Joined, now: float) -> Member:
         layout_hash=event.layout_hash,
         account=Account.empty(count),
         seen_at=now,
+        joined_at=now,
     )
     _size_lists(member, count)
     state.next_incarnation += 1
@@ -152,7 +162,7 @@ def progress(state: State, event: Progressed, now: float) -> Iterator[Instructio
     _take_steps(state, member, event, before, now)
     member.loss, member.read = event.loss, event.read
     member.train_s, member.rest_s, member.life_s = event.train_s, event.rest_s, event.life_s
-    member.bytes_sent = event.bytes_sent
+    member.bytes_sent, member.idle = event.bytes_sent, event.idle
     count = len(state.fragments)
     if not count and not state.orphaned and any(version >= 0 for version in event.adopted):
         state.orphaned = True
@@ -171,8 +181,9 @@ def progress(state: State, event: Progressed, now: float) -> Iterator[Instructio
         member.discarded, member.pending = list(event.discarded), list(event.pending)
         for index, discarded in enumerate(event.discarded):
             member.learn(index, event.processed, discarded)
-        if known:  # else it may have been told outcomes that are lost here
+        if known:  # else it may have been told outcomes, and been leased ranges, that are lost here
             yield from check_books(state, member)
+            yield from ranges.reported(state, member, event.leased, event.leases)
     if event.heldout_loss is not None and member.role == "evaluator":
         _take_heldout(state, member, event)
 
@@ -263,6 +274,7 @@ def leave(state: State, event: Left) -> Iterator[Instruction]:
     if len(event.figures) == len(state.fragments):
         for index, (processed, discarded) in enumerate(event.figures):
             member.learn(index, processed, discarded)
+    ranges.parted(member, event)
     member.left = True
     yield from go(state, member, f"{member.name} left" + (f": {event.reason}" if event.reason else ""))
 
@@ -316,13 +328,16 @@ def _has_open_contribution(state: State, incarnation: int) -> bool:
 
 
 def _close(state: State, member: Member) -> Iterator[Instruction]:
+    anything_lost = not member.left
     for index, (processed, discarded) in enumerate(member.known):
         lost = left_over(member.account, index, processed=processed, discarded=discarded)
+        anything_lost = anything_lost or lost > 0
         if lost > 0:
             member.account.add("lost", index, lost)
             yield Book("its incarnation ended", member.incarnation, index, "lost", lost)
         elif lost < 0:  # more was booked than it ever trained
             yield _mismatch(state, member, index, lost)
+    yield from ranges.give_back(state, member, lost=anything_lost)
     sizes = state.sizes
     account = member.account
     final = Departed(

@@ -16,7 +16,7 @@ def is_expired(member: Member, state: State, now: float) -> bool:
 
 def advances(member: Member, state: State, now: float) -> bool:
     """A live worker whose step counter moves: it may pace and be called."""
-    if not member.live or member.role != "worker" or member.stepped_at is None:
+    if not member.live or member.role != "worker" or member.idle or member.stepped_at is None:
         return False
     return now - member.stepped_at <= stuck_after_s(member, state)
 
@@ -31,6 +31,7 @@ def is_stuck(member: Member, state: State, now: float) -> bool:
     return (
         member.live
         and member.role == "worker"
+        and not member.idle
         and member.stepped_at is not None
         and now - member.stepped_at > stuck_after_s(member, state)
     )
@@ -85,13 +86,16 @@ def restart_interval(state: State, pacer: Member, now: float) -> None:
 
 
 def callable_for(fragment: Fragment, state: State, now: float) -> list[Member]:
-    """Live workers that advance, have adopted the base and hold tokens; not those whose step is too long for H."""
+    """Live workers that advance, have adopted the base and hold tokens; not those whose step is too long for H.
+
+    And those that have run out of data: they are at a boundary all the time.
+    """
     longest_s = longest_step_s(state, now)
     return [
         m
         for m in state.members.values()
-        if advances(m, state, now)
-        and m.step_s <= longest_s
+        if ((m.live and m.idle) or (advances(m, state, now) and m.step_s <= longest_s))
+        and m.role == "worker"
         and len(m.adopted) > fragment.index
         and m.adopted[fragment.index] == fragment.version
         and m.held[fragment.index] > 0

@@ -56,15 +56,22 @@ def open_due(state: State, now: float) -> Iterator[Instruction]:
 
 
 def _open_for_what_is_left(state: State, now: float) -> Iterator[Instruction]:
-    """Nobody advances any more: farewell contributions that make a quorum are merged at once."""
-    if any(m.live and m.role == "worker" and not policies.is_stuck(m, state, now) for m in state.members.values()):
+    """Nobody advances any more: farewell contributions, and what those without data hold, are merged at once."""
+    workers = [m for m in state.members.values() if m.live and m.role == "worker" and not m.idle]
+    if any(not policies.is_stuck(m, state, now) for m in workers):
         return  # it has not reported since this leader began, or has yet to adopt
     needed = 1 if state.spec.rounds.quorum == "all" else state.spec.rounds.quorum
+    verifying = {fragment for _, fragment, _ in state.fetching}
     for fragment in state.fragments:
         if len(state.rounds) >= state.spec.rounds.in_flight:
             return
-        if len(fragment.in_hand) >= needed and state.round_of(fragment.index) is None:
-            yield from _open(state, fragment, [], "no worker advances: what is in hand is merged", now)
+        if fragment.index in verifying:
+            continue  # others' last contributions are about to be in hand
+        heard = fragment.in_hand.keys() | fragment.refused.keys()
+        called = [m for m in policies.callable_for(fragment, state, now) if m.incarnation not in heard]
+        if len(fragment.in_hand) + len(called) >= needed and state.round_of(fragment.index) is None:
+            what = "what is left" if called else "what is in hand"
+            yield from _open(state, fragment, called, f"no worker advances: {what} is merged", now)
 
 
 def _open(state: State, fragment: Fragment, called: list[Member], reason: str, now: float) -> Iterator[Instruction]:
@@ -227,7 +234,7 @@ def _unknown_base(state: State, member: Member, fragment: Fragment, offer: Offer
     yield Consume("refused", member.name, (offer.entry,))
     yield _rejection(member, offer, reason)
     if member.outcome(fragment.index, offer.base) is None:
-        yield from _book(state, member, fragment, offer, "rejected", reason)
+        yield from _book_rejected(state, member, fragment, offer, reason)
 
 
 def _superseded(state: State, member: Member, fragment: Fragment, offer: Offer) -> Iterator[Instruction]:
@@ -235,7 +242,7 @@ def _superseded(state: State, member: Member, fragment: Fragment, offer: Offer) 
     yield Consume("its base is superseded", member.name, (offer.entry,))
     known = member.outcome(fragment.index, offer.base)
     if known is None and member.is_history(fragment.index, offer.base):  # an older copy of the inbox came back
-        known = (offer.base, False, offer.tokens)
+        known = (offer.base, False, _dropped(state, offer.tokens))
     if known is not None:
         yield _told_again(member, fragment, known)
         return
@@ -243,7 +250,7 @@ def _superseded(state: State, member: Member, fragment: Fragment, offer: Offer) 
     reason = ("late" if late else "stale") + f": based on version {offer.base}, the run is at {fragment.version}"
     state.count("contributions late" if late else "contributions stale")
     yield _rejection(member, offer, reason)
-    yield from _book(state, member, fragment, offer, "rejected", reason)
+    yield from _book_rejected(state, member, fragment, offer, reason)
 
 
 def _told_again(member: Member, fragment: Fragment, outcome: Outcome) -> Settle:
@@ -251,11 +258,17 @@ def _told_again(member: Member, fragment: Fragment, outcome: Outcome) -> Settle:
     return Settle("told again", (Verdict(member.incarnation, fragment.index, base, applied, tokens, "told again"),))
 
 
-def _book(
-    state: State, member: Member, fragment: Fragment, offer: Offer, column: Literal["rejected"], reason: str
+def _book_rejected(
+    state: State, member: Member, fragment: Fragment, offer: Offer, reason: str
 ) -> Iterator[Instruction]:
-    yield settle_tokens(state, member, fragment.index, offer.base, offer.tokens, column, reason)
-    yield Settle(reason, (Verdict(member.incarnation, fragment.index, offer.base, False, offer.tokens, reason),))
+    tokens = _dropped(state, offer.tokens)
+    yield settle_tokens(state, member, fragment.index, offer.base, tokens, "rejected", reason)
+    yield Settle(reason, (Verdict(member.incarnation, fragment.index, offer.base, False, tokens, reason),))
+
+
+def _dropped(state: State, tokens: int) -> int:
+    """Of a refused contribution, the tokens whose work is really lost: none, if its sender keeps it."""
+    return tokens if state.spec.workers.adoption == "overwrite" else 0
 
 
 def settle_tokens(
@@ -447,6 +460,6 @@ def _cannot_merge(state: State, round_: Round, reason: str) -> Iterator[Instruct
 def _book_unmerged(
     state: State, fragment: Fragment, incarnation: int, tokens: int, reason: str, verdicts: list[Verdict]
 ) -> Iterator[Instruction]:
-    member = state.members[incarnation]
+    member, tokens = state.members[incarnation], _dropped(state, tokens)
     verdicts.append(Verdict(incarnation, fragment.index, fragment.version, False, tokens, reason))
     yield settle_tokens(state, member, fragment.index, fragment.version, tokens, "rejected", reason)

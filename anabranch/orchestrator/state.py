@@ -26,6 +26,44 @@ Outcome = tuple[int, bool, int]  # base, applied, tokens
 
 
 @dataclass
+class LeasedRange:
+    """A data range in a worker's hands. Positions count items in the range's own order, from its start."""
+
+    number: int
+    epoch: int
+    range: int
+    start: int  # where this worker began
+    stop: int  # items in the range
+    delivered: int  # handed to its training loop, as last reported
+    settled: int  # nothing below is pending, as last reported
+    parted: int = 0  # settled once everything it sent has its outcome, says its farewell
+
+
+@dataclass
+class DataQueue:
+    """A dataset cut into ranges, and which of them are handed out."""
+
+    items: int
+    fingerprint: str
+    range_items: int
+    epoch: int = 0  # that is being handed out
+    next: int = 0  # place in that epoch's order
+    next_lease: int = 1
+    done: int = 0  # ranges settled to their end, over all epochs
+    redone: int = 0  # items
+    left: dict[int, int] = field(default_factory=dict)  # epoch begun and not done: ranges not settled
+    returned: list[tuple[int, int, int]] = field(default_factory=list)  # epoch, range, position to go on at
+
+    @property
+    def ranges(self) -> int:
+        return -(-self.items // self.range_items)
+
+    def length(self, range_: int) -> int:
+        """Items in one range; the last may be shorter."""
+        return min(self.range_items, self.items - range_ * self.range_items)
+
+
+@dataclass
 class Member:
     """One incarnation."""
 
@@ -35,6 +73,7 @@ class Member:
     role: str
     account: Account
     seen_at: float
+    joined_at: float = 0.0
     label: str = ""
     device: str = ""
     can_init: bool = False
@@ -63,6 +102,9 @@ class Member:
     life_s: float = 0.0
     bytes_sent: int = 0
     heldout_loss: float | None = None
+    leases: dict[int, LeasedRange] = field(default_factory=dict)  # by number
+    wants: int = 0  # ranges it asked for and that were not there
+    idle: bool = False  # makes no steps because there is no data left for it
     claimed_newer: bool = False  # reported a version newer than the run's once: not believed again
 
     def remember(self, fragment: int, outcome: Outcome) -> None:
@@ -174,6 +216,7 @@ class State:
     departed_books: list[list[int]] = field(default_factory=list)  # applied, rejected, lost per fragment
     departed: deque[Departed] = field(default_factory=lambda: deque(maxlen=DEPARTED_KEPT))
     commands: deque[str] = field(default_factory=lambda: deque(maxlen=COMMANDS_KEPT))
+    data: DataQueue | None = None  # None: nobody has asked for a range yet
     dirty: set[int] = field(default_factory=set)  # members whose durable record changed
     removed: set[int] = field(default_factory=set)  # members whose record is to be deleted
     unmarked: list[tuple[int, int]] = field(default_factory=list)  # outcomes not yet broadcast
@@ -238,6 +281,7 @@ def dump_core(state: State, now: float) -> dict[str, Any]:
         "departed": [vars(d) for d in state.departed],
         "departed_books": state.departed_books,
         "commands": list(state.commands),
+        "data": None if state.data is None else {**vars(state.data), "left": sorted(state.data.left.items())},
     }
 
 
@@ -262,6 +306,9 @@ def load_core(record: dict[str, Any], spec: RunSpec, now: float) -> State:
         commands=deque(record["commands"], maxlen=COMMANDS_KEPT),
         departed_books=[list(books) for books in record.get("departed_books", [])],
     )
+    if (data := record.get("data")) is not None:
+        returned = [(epoch, range_, start) for epoch, range_, start in data["returned"]]
+        state.data = DataQueue(**{**data, "left": dict(data["left"]), "returned": returned})
     for index, item in enumerate(record["fragments"]):
         state.fragments.append(
             Fragment(
@@ -289,13 +336,14 @@ def load_core(record: dict[str, Any], spec: RunSpec, now: float) -> State:
 _MEMBER_PLAIN = (
     "incarnation", "name", "nonce", "role", "label", "device", "can_init", "layout_hash", "live", "left", "steps",
     "step_s", "mark", "adopted", "held", "processed", "discarded", "pending", "read", "last_round", "loss",
-    "train_s", "rest_s", "life_s", "bytes_sent", "heldout_loss", "claimed_newer",
+    "train_s", "rest_s", "life_s", "bytes_sent", "heldout_loss", "claimed_newer", "wants", "idle",
 )  # fmt: skip
 
 
 def dump_member(member: Member, now: float) -> dict[str, Any]:
     record: dict[str, Any] = {name: getattr(member, name) for name in _MEMBER_PLAIN}
     record["silent_s"] = now - member.seen_at
+    record["leases"] = [list(vars(lease).values()) for _, lease in sorted(member.leases.items())]
     record["known"] = [list(item) for item in member.known]
     record["outcomes"] = [[f, [list(o) for o in outcomes]] for f, outcomes in sorted(member.outcomes.items())]
     return record
@@ -306,6 +354,8 @@ def load_member(record: dict[str, Any], account: Account, *, read: int, now: flo
     member = Member(
         account=account,
         seen_at=now - record["silent_s"],
+        joined_at=now,
+        leases={number: LeasedRange(number, *rest) for number, *rest in record.get("leases", [])},
         known=[(processed, discarded) for processed, discarded in record["known"]],
         outcomes={f: deque((tuple(o) for o in items), maxlen=OUTCOMES_KEPT) for f, items in record["outcomes"]},
         **{name: record[name] for name in _MEMBER_PLAIN if name in record},  # an older release stored fewer

@@ -51,7 +51,7 @@ BATCH = 256  # events handled in one transaction
 FETCHES = 8  # payloads fetched at the same time
 
 _GLYPHS = {"merged": "✓", "abandoned": "!", "rejected": "✕", "refused": "✕", "gone": "✕", "ledger mismatch": "✕"}
-_QUIET = frozenset({"opened", "settled", "told closed"})
+_QUIET = frozenset({"opened", "settled", "told closed", "leased"})
 _LOUD = frozenset({"timeline", "server full", "orphaned"})
 
 T = TypeVar("T")

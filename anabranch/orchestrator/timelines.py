@@ -28,6 +28,8 @@ def begin(state: State, reason: str) -> Iterator[Instruction]:
     state.timeline = f"{number}-{state.nonce}"
     state.next_round += JUMP
     state.next_incarnation += JUMP + crc32(state.nonce.encode()) % JUMP
+    if state.data is not None:
+        state.data.next_lease += JUMP + crc32(state.nonce.encode()) % JUMP
     for member in state.members.values():  # until they say what they hold now
         member.adopted = [-1] * len(state.fragments)
         member.held = [0] * len(state.fragments)
@@ -44,6 +46,8 @@ def outlast(state: State, other: State) -> None:
     state.timeline = max(state.timeline, other.timeline, key=number_of)
     state.next_round = max(state.next_round, other.next_round)
     state.next_incarnation = max(state.next_incarnation, other.next_incarnation)
+    if state.data is not None and other.data is not None:
+        state.data.next_lease = max(state.data.next_lease, other.data.next_lease)
 
 
 def claim_of_newer(state: State, member: Member, event: Progressed) -> str | None:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from anabranch.orchestrator import events as ev
 from anabranch.orchestrator.ledger import COLUMNS
 from anabranch.orchestrator.timelines import JUMP
@@ -28,7 +30,7 @@ def transcribe(
             stream = keys.contributions(instruction.worker) if instruction.worker else keys.control
             if entries := [entry for entry in instruction.entries if entry]:
                 transaction.xdel(stream, entries)
-        case ev.Book():
+        case ev.Book() if instruction.tokens:
             name = ledger_field(instruction.incarnation, instruction.fragment, instruction.column)
             transaction.hincrby(keys.ledger, name, instruction.tokens)
         case ev.Close():
@@ -42,12 +44,13 @@ def transcribe(
 
 
 def _in_envelopes(message: msg.Message, run: str) -> list[msg.Message]:
-    """Split a list of verdicts that one envelope cannot hold; a merge carries the first of them."""
+    """Split a list of verdicts that one envelope cannot hold. A merge comes last: whoever reads of a version knows
+    what became of its own contribution to it."""
     if not isinstance(message, msg.Merged | msg.Verdicts) or len(message.verdicts) < 2 or msg.fits(message, run):
         return [message]
     half = len(message.verdicts) // 2
-    first = message.model_copy(update={"verdicts": message.verdicts[:half]})
-    return [*_in_envelopes(first, run), *_in_envelopes(msg.Verdicts(verdicts=message.verdicts[half:]), run)]
+    last = message.model_copy(update={"verdicts": message.verdicts[half:]})
+    return [*_in_envelopes(msg.Verdicts(verdicts=message.verdicts[:half]), run), *_in_envelopes(last, run)]
 
 
 def _close_books(instruction: ev.Close, transaction: Transaction, keys: Keys) -> None:
@@ -113,6 +116,14 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
             )
         case ev.Close(incarnation=incarnation) | ev.TellClosed(incarnation=incarnation):
             return msg.Closed(incarnations=[incarnation], reason=instruction.reason)
+        case ev.Grant():
+            return msg.Leases(
+                incarnation=instruction.incarnation,
+                timeline=instruction.timeline,
+                leases=list(instruction.leases),
+                exhausted=instruction.exhausted,
+                refused=instruction.refused,
+            )
         case ev.ChangeSetting(key=key, value=value):
             return msg.Setting(key=key, value=value)
         case ev.Announce(what=what):
@@ -169,6 +180,8 @@ _KINDS: dict[type[ev.Instruction], str] = {
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, BaseModel):
+        return value.model_dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple | list):

@@ -38,6 +38,7 @@ def view(state: State, now: float) -> dict[str, Any]:
             {offer.incarnation for f in state.fragments for offer in f.in_hand.values()} | _recent(state)
         ),
         "heldout": [list(point) for point in state.heldout],
+        "data": _data(state),
         "goodput": goodput(state),
         "bytes_sent": sum(m.bytes_sent for m in members) + sum(d.bytes_sent for d in state.departed),
     }
@@ -60,6 +61,8 @@ def phase(state: State, now: float) -> str:
     if not workers:
         return "no live worker"
     advancing = sum(policies.advances(m, state, now) for m in workers)
+    if not advancing and all(m.idle for m in workers):
+        return "no data left: data.epochs is reached"
     if not advancing:
         return "no worker makes steps"
     quorum = state.spec.rounds.quorum
@@ -146,6 +149,8 @@ def _member(state: State, member: Member, now: float, longest_s: float) -> dict[
     condition = "live"
     if not member.live:
         condition = "left" if member.left else "gone"
+    elif member.idle:
+        condition = "out of data"
     elif policies.is_stuck(member, state, now):
         condition = "stuck"
     elif member.role == "worker" and not policies.advances(member, state, now):
@@ -175,6 +180,26 @@ def _member(state: State, member: Member, now: float, longest_s: float) -> dict[
         "pending": weighted(member.pending, sizes),
         "unexplained": weighted([abs(member.imbalances.get(f.index, 0)) for f in state.fragments], sizes),
         "bytes_sent": member.bytes_sent,
+        "leases": len(member.leases),
+    }
+
+
+def _data(state: State) -> dict[str, Any] | None:
+    """The data queue, in items; None as long as nobody asked for a range."""
+    if (data := state.data) is None:
+        return None
+    leased = [lease for member in state.members.values() for lease in member.leases.values()]
+    return {
+        "epoch": data.epoch + 1,
+        "epochs": state.spec.data.epochs,
+        "items": data.items,
+        "ranges": data.ranges,
+        "handed_out": data.next,
+        "leased": len(leased),
+        "waiting": len(data.returned),
+        "done": data.done,
+        "redone_items": data.redone,
+        "unfinished": {str(epoch + 1): left for epoch, left in sorted(data.left.items())},
     }
 
 

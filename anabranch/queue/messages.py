@@ -20,8 +20,8 @@ from anabranch._version import VERSION
 from anabranch.errors import MalformedMessage, OversizedMessage, SchemaMismatch
 from anabranch.spec import ID_PATTERN
 
-SCHEMA = 2
-OLDEST_SCHEMA = 1  # the previous one
+SCHEMA = 3
+OLDEST_SCHEMA = 1  # the one before the previous is still read: it costs nothing
 ENVELOPE_LIMIT = 64 * 1024  # bytes
 
 
@@ -53,6 +53,7 @@ class Message(_Body):
     """Base of everything that can be an envelope's body."""
 
     type: ClassVar[str]
+    introduced: ClassVar[int] = OLDEST_SCHEMA  # the first schema that has this message
     since: ClassVar[dict[str, int]] = {}  # fields that older schemas do not have
 
 
@@ -74,6 +75,29 @@ class Figures(_Body):
     processed: Figure
     discarded: Figure
     pending: Figure
+
+
+class Lease(_Body):
+    """A data range for one incarnation. Positions count items in the range's own order, from its start."""
+
+    number: Count  # of the lease; rising
+    epoch: Count
+    range: Count  # of this many in the dataset, from its start
+    first: Count  # index in the dataset of the range's first item
+    start: Count  # position to begin at; above 0: a dead worker's range goes on
+    stop: Count  # items in the range
+
+
+class Held(_Body):
+    """How far a leased range is."""
+
+    number: Count
+    delivered: Count  # positions below were handed to the training loop
+    settled: Count  # and below this one nothing is pending in any fragment
+
+
+Leased = Annotated[list[Lease], Field(max_length=64)]
+Holding = Annotated[list[Held], Field(max_length=256)]
 
 
 # --- a member's inbox: `contributions:<worker>` -----------------------------------------------------------
@@ -129,13 +153,27 @@ class Init(Message):
     fragments: Claim  # msgpack list of one claim per fragment
 
 
+class RangeRequest(Message):
+    """Asks for data: `wanted` ranges that are not in hand yet, of a dataset that every worker has a copy of."""
+
+    type = "range_request"
+    introduced = 3
+    incarnation: Count
+    items: Annotated[int, Field(ge=1, le=2**53)]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+    wanted: Annotated[int, Field(ge=1, le=64)]
+    after: Count  # number of the newest lease taken: what was granted above it was not heard of
+
+
 class Farewell(Message):
     """The member leaves; nothing follows."""
 
     type = "farewell"
+    since: ClassVar[dict[str, int]] = {"leases": 3}
     incarnation: Count
     figures: Annotated[list[Figures], Field(max_length=1024)] = []
     reason: Text = ""
+    leases: Holding = []  # `settled`: once everything that was sent has its outcome
 
 
 # --- `progress:<worker>` ----------------------------------------------------------------------------------
@@ -145,7 +183,7 @@ class Progress(Message):
     """Heartbeat and figures, 1 to 10 per second. Lists have one item per fragment."""
 
     type = "progress"
-    since: ClassVar[dict[str, int]] = {"timeline": 2}
+    since: ClassVar[dict[str, int]] = {"timeline": 2, "leased": 3, "leases": 3, "idle": 3}
     incarnation: Count
     role: Role
     steps: Count
@@ -166,6 +204,9 @@ class Progress(Message):
     measured: Annotated[list[Version], Field(max_length=1024)] = []  # versions heldout_loss was measured on
     measured_tokens: Count = 0  # global tokens applied then
     timeline: Label = ""  # that the versions in `adopted` belong to
+    leased: Count = 0  # number of the newest lease taken
+    leases: Holding = []  # one up to `leased` that is not here is settled to its end
+    idle: bool = False  # makes no steps because there is no data left for it
 
 
 # --- `broadcast` ------------------------------------------------------------------------------------------
@@ -272,6 +313,18 @@ class Resend(Message):
     base: Count
 
 
+class Leases(Message):
+    """Data ranges for one incarnation, or why there are none."""
+
+    type = "leases"
+    introduced = 3
+    incarnation: Count
+    timeline: Label
+    leases: Leased = []
+    exhausted: bool = False  # everything is handed out; what comes back is granted without being asked for again
+    refused: Text = ""  # the dataset is not the run's
+
+
 class Setting(Message):
     """A mutable setting changed."""
 
@@ -317,7 +370,7 @@ TYPES = _all_messages(Message)
 def encode(message: Message, run: str, schema: int = SCHEMA) -> bytes:
     """The envelope's bytes, in at most `schema`, without what that cannot say; `OversizedMessage` above the limit."""
     said = {name: since for name, since in message.since.items() if since <= schema and getattr(message, name)}
-    needed = max([OLDEST_SCHEMA, *said.values()])
+    needed = max([message.introduced, *said.values()])
     body = msgpack.packb(message.model_dump(exclude=message.since.keys() - said.keys()))
     data: bytes = msgpack.packb({"s": needed, "t": message.type, "r": run, "b": body, "g": b""})
     if len(data) > ENVELOPE_LIMIT:

@@ -11,7 +11,7 @@ from anabranch._version import VERSION
 from anabranch.errors import MalformedMessage, SchemaMismatch
 from anabranch.merge.fragments import Layout
 from anabranch.queue.keys import Keys, fragment_field, member_field
-from anabranch.queue.messages import OLDEST_SCHEMA, SCHEMA, Call, Claim, pack, unpack
+from anabranch.queue.messages import OLDEST_SCHEMA, SCHEMA, Call, Claim, Lease, pack, unpack
 from anabranch.spec import RunSpec, parse_spec
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class RunRecord:
 
     def pack(self) -> bytes:
         layout = self.layout.to_wire() if self.layout is not None else None
-        spec = self.spec.model_dump(mode="json")
+        spec = self.spec.to_wire(self.schema)
         return pack(
             {"spec": spec, "hash": self.spec.hash, "layout": layout, "schema": self.schema, "release": self.release}
         )
@@ -75,6 +75,7 @@ class Snapshot:
     asked_init: int  # incarnation asked for version 0
     broadcast: int
     rounds: tuple[Call, ...] = ()  # open ones, as their calls said
+    leases: tuple[Lease, ...] = ()  # data ranges of the incarnation that asks
 
 
 def pack_fragment(theta: Claim, momentum: Claim | None) -> bytes:
@@ -129,9 +130,11 @@ async def read_snapshot(redis: Redis, keys: Keys, incarnation: int, nonce: bytes
     claims = [unpack_fragment(fields[fragment_field(i).encode()])[0] for i in range(len(versions))]
     data = fields.get(member_field(incarnation).encode())
     member = unpack(data) if data is not None else None
-    outcomes = None
+    outcomes: dict[int, list[tuple[int, bool, int]]] | None = None
+    leases: tuple[Lease, ...] = ()
     if member is not None and nonce in (None, member["nonce"]):
         outcomes = {f: [(b, a, t) for b, a, t in items] for f, items in member["outcomes"]}
+        leases = _leases(core.get("data"), member.get("leases", []))
     return Snapshot(
         timeline=core["timeline"],
         tokens=int(core["applied_parameter_tokens"]) // max(1, sum(sizes)),
@@ -151,4 +154,16 @@ async def read_snapshot(redis: Redis, keys: Keys, incarnation: int, nonce: bytes
             )
             for item in core["rounds"]
         ),
+        leases=leases,
+    )
+
+
+def _leases(data: dict[str, Any] | None, records: list[list[int]]) -> tuple[Lease, ...]:
+    """A member's record lists number, epoch, range, start and stop first."""
+    if data is None:
+        return ()
+    length = data["range_items"]
+    return tuple(
+        Lease(number=number, epoch=epoch, range=range_, first=range_ * length, start=start, stop=stop)
+        for number, epoch, range_, start, stop, *_ in records
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -26,14 +27,16 @@ from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
 from anabranch.queue.records import FragmentRecord, RunRecord, Snapshot, read_run, read_snapshot
 from anabranch.queue.streams import StreamReader, last_id
 from anabranch.queue.url import RunUrl
-from anabranch.workers.adoption import POLICIES, ParameterStore
+from anabranch.workers.adoption import ParameterStore, adoption_of
 from anabranch.workers.books import Books
+from anabranch.workers.feed import Feed
 from anabranch.workers.fetching import Fetcher
 from anabranch.workers.heart import Heart, Vitals
 from anabranch.workers.identity import Identity
 from anabranch.workers.initial import upload_initial
 from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
 from anabranch.workers.outbox import Outbox
+from anabranch.workers.supply import Supply
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -45,6 +48,7 @@ log = logging.getLogger("anabranch.worker")
 BLOCK_MS = 1000
 KNOCK_S = 0.25
 REFUSED_HEARTBEATS = 6.0  # how long a passing refusal is waited for
+JITTER = 0.75, 1.25  # of the time until it is asked again: many may have come at the same moment
 LEAVE_S = 10.0  # for the last contributions and the farewell
 FAREWELL_S = 3.0  # of it, for the farewell alone; less if there is less than twice that
 _REASON_LIMIT = 200
@@ -83,6 +87,7 @@ class Client:
         self.paused = False
         self.stopped: str | None = None  # reason, once the run is over
         self.joined = asyncio.Event()
+        self.supply = Supply()
         self.outages = Outages(log)
         self._on_change = on_change or (lambda: None)
         self._nonce = secrets.token_bytes(16)
@@ -139,6 +144,9 @@ class Client:
                 self._fetcher = Fetcher(self.blobs, sizes, self._newest, self._deliver, self._tasks, self.outages)
                 await self._register()
                 self._tasks.create_task(self._beat(), name="client: heart")
+                heartbeat_s = self.record.spec.workers.heartbeat_s if self.record is not None else 1.0
+                asking = self.supply.ask(self._standing, self._post, heartbeat_s)
+                self._tasks.create_task(asking, name="client: ask for data")
                 await self._follow()
                 raise _Left
         except BaseExceptionGroup as group:
@@ -169,6 +177,7 @@ class Client:
         self._open_outbox()
         await self._catch_up()
         self.joined.set()
+        self.supply.hungry()
 
     async def _tail(self) -> bytes:
         return await last_id(self._redis, self.keys.broadcast)
@@ -178,11 +187,11 @@ class Client:
         started again under its name has to outlive its former self, which ages only while somebody leads."""
         assert self.record is not None
         heartbeat_s = self.record.spec.workers.heartbeat_s
-        asked_at, refused_at, refused_s = -heartbeat_s, None, 0.0
+        ask_at, refused_at, refused_s = 0.0, None, 0.0
         while True:
-            if time.monotonic() - asked_at >= heartbeat_s:
+            if time.monotonic() >= ask_at:
                 await self._post(request)
-                asked_at = time.monotonic()
+                ask_at = time.monotonic() + heartbeat_s * random.uniform(*JITTER)
             await self._persist(lambda: self._redis.publish(self.keys.knock, self.identity.name), "knock")
             entries = await self._persist(lambda: self._read(int(KNOCK_S * 1000)), "wait", reading=True)
             if self._cut_off:
@@ -192,6 +201,9 @@ class Client:
                 if isinstance(message, messages.Welcome) and message.nonce == self._nonce:
                     log.info("joined run %s as %s, incarnation %d", self.keys.run, message.name, message.incarnation)
                     return message.incarnation
+                if isinstance(message, messages.Stop):  # nobody may be left who could answer
+                    self._stop(message.reason)
+                    raise _Left
                 if isinstance(message, messages.Refused) and message.nonce == self._nonce:
                     now = time.monotonic()
                     refused_s += min(now - refused_at, 2 * heartbeat_s) if refused_at is not None else 0.0
@@ -213,7 +225,17 @@ class Client:
         assert self.record is not None
         spec = self.record.spec
         self._books = Books(len(self._layout.fragments))
-        self.learner = Learner(self._store, POLICIES[spec.workers.adoption](), self._books, spec.workers.codec)
+        self.learner = Learner(self._store, adoption_of(spec.workers), self._books, spec.workers.codec)
+        self.supply.begin(self._books)
+
+    def _standing(self) -> int:
+        """Our incarnation; 0 while we have none that may ask for anything."""
+        return self.incarnation if self.joined.is_set() and not self._leaving else 0
+
+    def feed(self, feed: Feed) -> None:
+        """Ask for data ranges from now on. Call it in the I/O thread, once the run is joined."""
+        assert self._books is not None
+        self.supply.use(feed, self._books)
 
     def _open_outbox(self) -> None:
         assert self.record is not None
@@ -284,6 +306,8 @@ class Client:
             case messages.Resend() if message.incarnation == self.incarnation:
                 assert self._outbox is not None
                 await self._outbox.send_again(message.fragment, message.base)
+            case messages.Leases() if message.incarnation == self.incarnation:
+                self.supply.answered(message)
             case messages.SendInit() if message.incarnation == self.incarnation:
                 self._answer_init()
             case messages.Born():
@@ -349,6 +373,7 @@ class Client:
         else:  # numbers of a stretch that was lost may be higher than the run's are now
             self._number = snapshot.broadcast
             self.learner.books.read_anew(snapshot.broadcast)
+        self.supply.caught_up(snapshot.leases, same_timeline=same)
         if snapshot.asked_init == self.incarnation and not snapshot.fragments:
             self._answer_init()
         for fragment, record in enumerate(snapshot.fragments):
@@ -479,8 +504,10 @@ class Client:
             return
         self._leaving = True
         await self._send_the_rest(within_s - farewell_s(within_s))
-        figures = self._books.farewell()
-        message = messages.Farewell(incarnation=self.incarnation, figures=figures, reason=reason[:_REASON_LIMIT])
+        figures, leases = self._books.farewell(), self._books.parting()
+        message = messages.Farewell(
+            incarnation=self.incarnation, figures=figures, reason=reason[:_REASON_LIMIT], leases=leases
+        )
         try:
             async with asyncio.timeout(farewell_s(within_s)):
                 await self._heart.report()

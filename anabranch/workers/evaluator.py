@@ -19,8 +19,11 @@ POLL_S = 0.1
 def heldout_loss(task: Task, model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     """Mean loss over `batches`, weighted by tokens, in nats per token."""
     model.eval()
+    where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     total = tokens = 0.0
     for batch in batches:
+        if where.type != "cpu":
+            batch = batch.to(where)
         total += float(task.loss(model, batch)) * batch.tokens
         tokens += batch.tokens
     model.train()
@@ -28,9 +31,18 @@ def heldout_loss(task: Task, model: torch.nn.Module, batches: Sequence[Batch]) -
 
 
 def evaluate(
-    session: Session, task: Task, model: torch.nn.Module, *, every_s: float, ending: Callable[[], bool]
+    session: Session,
+    task: Task,
+    model: torch.nn.Module,
+    *,
+    every_s: float,
+    ending: Callable[[], bool],
+    on_measured: Callable[[], object] | None = None,
 ) -> None:
-    """Measure whenever versions changed, at most every `every_s` seconds (at once while the run is paused)."""
+    """Measure whenever versions changed, at most every `every_s` seconds (at once while the run is paused).
+
+    `on_measured` is called after each measurement.
+    """
     batches = task.heldout_batches()
     measured: list[int] | None = None
     measured_at = -every_s
@@ -41,4 +53,6 @@ def evaluate(
         if versions != measured and min(versions) >= 0 and due:
             tokens = session.tokens
             session.report_heldout(heldout_loss(task, model, batches), versions, tokens)
+            if on_measured is not None:
+                on_measured()
             measured, measured_at = versions, time.monotonic()

@@ -3,6 +3,8 @@
 A checkpoint's tensors already have the model's own names, so exporting is choosing which to write, in shards, and
 putting a config beside them. With transformers installed, names and shapes are compared with the architecture that
 the config names before anything is written.
+
+Where a run trained only LoRA adapters, what comes out is a folder for PEFT (`workers/adapters.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from anabranch.checkpoints.reading import Restored, read_checkpoint
 from anabranch.checkpoints.tensors import write_tensors
 from anabranch.errors import CheckpointError, UsageError
 from anabranch.model import Float32, unflatten
+from anabranch.workers.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of, is_adapter
 
 log = logging.getLogger("anabranch.export")
 
@@ -62,6 +65,12 @@ def export_checkpoint(where: str | Path, out: Path, options: ExportOptions | Non
     restored = read_checkpoint(where, momenta=False)
     tensors = unflatten(restored.layout, restored.thetas)
     config, folder = None, None
+    if options.format == "hf" and is_adapter(tensors):
+        adapter = adapter_of(tensors, restored.manifest["spec"].get("task", {}), options.config)
+        with _appearing(out) as temporary:
+            _write_shard(temporary / ADAPTER_WEIGHTS, adapter.tensors)
+            _write_text(temporary / ADAPTER_CONFIG, json.dumps(adapter.config, indent=2) + "\n")
+        return sorted(path.name for path in out.iterdir())
     if options.format == "hf":
         source = options.config or _model_of_run(restored)
         config, folder = _read_config(source)

@@ -30,6 +30,7 @@ class Vitals:
     train_s: float = 0.0
     rest_s: float = 0.0
     life_s: float = 0.0
+    idle: bool = False  # no data is left for us
     heldout_loss: float | None = None
     measured: list[int] = field(default_factory=list)
     measured_tokens: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-from anabranch.merge.codecs import Codec, encode
+from anabranch.merge.codecs import Codec, decode, encode
 from anabranch.queue import messages
 from anabranch.workers.adoption import Adoption, Float32, ParameterStore
 from anabranch.workers.books import Books, Snapshot
@@ -87,6 +87,7 @@ class Learner:
         self._versions: dict[int, NewVersion] = {}  # newest per fragment
         self._digests: dict[int, bytes] = {}
         self._copies: dict[int, _Copy] = {}
+        self._sent: dict[int, dict[int, memoryview]] = {}  # by fragment and tokens, on its base: for `keeps` only
         self._heard_at: float | None = None
         self._spacing_s: float | None = None  # between two calls, to whomever
         self._next_fragment = 0
@@ -131,7 +132,7 @@ class Learner:
         with self._lock:
             copy = self._copies.pop(call.fragment, None)
             loss = self._loss
-        if copy is not None and copy.snapshot.base == call.base and self.books.send(call.fragment, copy.snapshot):
+        if copy is not None and copy.snapshot.base == call.base and self._send(call.fragment, copy):
             return self._outgoing(call.fragment, call.round, copy, loss)
         with self._lock:
             self._calls.append(call)
@@ -176,10 +177,32 @@ class Learner:
             self._digests.get(version.fragment) == version.digest
         ):
             return False  # read again after a gap: base and work stay
-        self._adoption.adopt(self.store, version.fragment, version.theta)
+        kept = 0 <= self.books.version(version.fragment) < version.version and self._carry(version)
+        if not kept:
+            self.store.load(version.fragment, version.theta)
         with self._lock:
-            self.books.adopt(version.fragment, version.version)
+            self.books.adopt(version.fragment, version.version, keep=kept)
             self._digests[version.fragment] = version.digest
+            self._sent.pop(version.fragment, None)
+        return True
+
+    def _carry(self, version: NewVersion) -> bool:
+        """Adopt and keep what was not merged, if the policy does that."""
+        fragment = version.fragment
+        # The verdict on our contribution is read before the version that contains it is fetched.
+        tokens = self.books.applied(fragment)
+        with self._lock:
+            data = self._sent.get(fragment, {}).get(tokens) if tokens else None
+        applied = decode(self._codec, data, version.theta.size) if data is not None else None
+        return self._adoption.carry(self.store, fragment, version.theta, applied)
+
+    def _send(self, fragment: int, copy: _Copy) -> bool:
+        """Note a contribution; False if it is of no use any more."""
+        if not self.books.send(fragment, copy.snapshot):
+            return False
+        if self._adoption.keeps:
+            with self._lock:
+                self._sent.setdefault(fragment, {})[copy.snapshot.tokens] = copy.data
         return True
 
     def _answer(self, call: messages.Call, loss: float | None) -> Outgoing | Refusal | None:
@@ -191,7 +214,7 @@ class Learner:
         if self.books.holds(call.fragment) == 0:
             return Refusal(call, "no tokens since the fragment was adopted")
         copy = self._copy(call.fragment)
-        if not self.books.send(call.fragment, copy.snapshot):
+        if not self._send(call.fragment, copy):
             return None  # an earlier contribution on this base was merged meanwhile
         return self._outgoing(call.fragment, call.round, copy, loss)
 
@@ -201,7 +224,7 @@ class Learner:
         for fragment in range(len(self.books)):
             if self.books.version(fragment) >= 0 and self.books.holds(fragment) > 0 and self.books.idle(fragment):
                 copy = self._copy(fragment)
-                if self.books.send(fragment, copy.snapshot):
+                if self._send(fragment, copy):
                     last.append(self._outgoing(fragment, 0, copy, self._loss))
         return last
 

@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("anabranch.worker")
 
 SYNTHETIC = "synthetic"
-BUILT_IN = {"gpt": "anabranch.workers.tasks.gpt:GPTTask"}
+BUILT_IN = {"gpt": "anabranch.workers.tasks.gpt:GPTTask", "hf": "anabranch.workers.tasks.hf:HFTask"}
+SAMPLE_LENGTH = 64  # what an evaluator with a prompt shows, in the task's units
 _NICENESS = 5  # an evaluator gives way to workers on the same machine
 
 
@@ -44,6 +46,11 @@ class MemberOptions:
     duty: float = 1.0
     every_s: float = 5.0  # evaluator: seconds between two measurements
     task: str | None = None  # overrides the run's task: `module:Class`
+    batch: str | None = None  # items per step, or `auto`; None: as the task says
+    offload_base: bool = False  # keep the base on the host
+    own_data: bool = False  # train on the task's own batches, not on what the run hands out
+    task_options: dict[str, Any] = field(default_factory=dict)  # of this machine; they go before the run's
+    prompt: str | None = None  # evaluator: text to continue after each measurement
 
 
 class Ending:
@@ -94,8 +101,9 @@ class Ending:
             os._exit(0)
 
 
-def load_task(task: TaskSpec, override: str | None = None) -> Task:
-    """The run's task: a built-in name or `package.module:Class`, called with the options."""
+def load_task(task: TaskSpec, override: str | None = None, options: Mapping[str, Any] | None = None) -> Task:
+    """The run's task: a built-in name or `package.module:Class`, called with the run's options, of which `options`
+    replace some on this machine."""
     name = override or task.name
     path = BUILT_IN.get(name, name)
     module_name, _, class_name = path.partition(":")
@@ -106,7 +114,7 @@ def load_task(task: TaskSpec, override: str | None = None) -> Task:
         factory: Callable[[dict[str, Any]], Task] = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise SpecError(f"task.name = {name!r}: cannot be imported: {error}") from None
-    return factory(dict(task.options))
+    return factory({**task.options, **(options or {})})
 
 
 def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
@@ -118,33 +126,71 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     if SYNTHETIC in (options.task, spec.task.name):
         _run_synthetic(url, options, ending)
         return
+    from anabranch.workers.fit import memory_needed
     from anabranch.workers.session import Session
 
     task, model, device = _build(spec, options)
+    batch = _batch(task, model, options.batch)
     optimizer = task.build_optimizer(model)
-    with Session(
-        url, model, optimizer, name=options.name, label=options.label, device=device, duty=options.duty
-    ) as s:
+    session = Session(
+        url,
+        model,
+        optimizer,
+        name=options.name,
+        label=options.label,
+        device=device,
+        duty=options.duty,
+        offload_base=options.offload_base,
+    )
+    with session as s:
         ending.session, ending.joined = s, True
-        _train(s, task, model, optimizer, spec.seed, ending)
+        log.info("%s", memory_needed(model, spec.workers, offload_base=options.offload_base))
+        _train(s, task, model, optimizer, _source(s, task, spec.seed, batch, own=options.own_data), ending)
         s.close(ending.reason or s.stopped or "done", drain_s=ending.left_s)
 
 
+def _batch(task: Task, model: torch.nn.Module, wish: str | None) -> int:
+    """Items per step, before joining: probing must not look like a worker that is stuck."""
+    from anabranch.workers.fit import choose_batch
+    from anabranch.workers.tasks.base import SharedTask
+
+    if isinstance(task, SharedTask):
+        return choose_batch(task, model, wish)
+    if wish is not None:
+        raise UsageError(f"--batch {wish}: the task {type(task).__name__} has no shared dataset to take items from")
+    return 0
+
+
+def _source(session: Session, task: Task, seed: int, batch: int, *, own: bool) -> Iterator[Any]:
+    """What to train on: what the run hands out, if the task and the run know of a shared dataset."""
+    from anabranch.workers.tasks.base import SharedTask
+
+    if not own and isinstance(task, SharedTask) and session.hands_out_data:
+        return session.batches(task.dataset(), batch)
+    return session.batches(task.batches(seed, session.name))
+
+
 def _train(
-    session: Session, task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, ending: Ending
+    session: Session,
+    task: Task,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Any],
+    ending: Ending,
 ) -> None:
-    where = next(model.parameters()).device
+    from anabranch.workers.fit import Speedometer
+
+    where, speed = next(model.parameters()).device, Speedometer()
     model.train()
-    for batch in session.batches(task.batches(seed, session.name)):
-        if ending():
-            return
+    while not ending() and (batch := next(batches, None)) is not None:
         for group in optimizer.param_groups:
-            group["lr"] = task.learning_rate(session.tokens)
+            group["lr"] = task.learning_rate(session.tokens) * session.warmth
         loss = task.loss(model, batch.to(where))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         session.step(tokens=batch.tokens, loss=loss.detach())
+        speed.step(batch.tokens)
 
 
 def run_evaluator(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
@@ -160,8 +206,15 @@ def run_evaluator(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     task, model, device = _build(spec, options)
     with Session(url, model, name=name, label=options.label, role="evaluator", device=device) as session:
         ending.session, ending.joined = session, True
-        evaluate(session, task, model, every_s=options.every_s, ending=ending)
+        show = None if options.prompt is None else partial(_show_sample, task, model, options.prompt)
+        evaluate(session, task, model, every_s=options.every_s, ending=ending, on_measured=show)
         session.close(ending.reason or session.stopped or "done", drain_s=ending.left_s)
+
+
+def _show_sample(task: Task, model: torch.nn.Module, prompt: str) -> None:
+    from anabranch.workers.sample import continue_text
+
+    log.info("the global model continues %r: %r", prompt, continue_text(task, model, prompt, SAMPLE_LENGTH))
 
 
 def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module, str]:
@@ -172,7 +225,7 @@ def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module
     device = choose_device(options.device)
     if options.threads is not None or device.type == "cpu":
         torch.set_num_threads(options.threads or 1)
-    task = load_task(spec.task, options.task)
+    task = load_task(spec.task, options.task, options.task_options)
     torch.manual_seed(spec.seed)
     return task, task.build_model(device), describe(device)
 

@@ -1,17 +1,25 @@
-"""Text from a trained model, and loading one from a checkpoint."""
+"""Text from a trained model, and loading one from a checkpoint.
+
+A task of one's own can be sampled if it has a method `sample(model, prompt, length, temperature, seed) -> str`: what
+comes after the prompt, `length` in units of the task's own (bytes, tokens).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anabranch.checkpoints.reading import Restored, read_checkpoint
-from anabranch.errors import CheckpointError
+from anabranch.checkpoints.reading import read_checkpoint
+from anabranch.errors import CheckpointError, UsageError
 from anabranch.model import Float32, unflatten
 from anabranch.spec import parse_spec
+from anabranch.workers.run import BUILT_IN, load_task
+from anabranch.workers.tasks.base import Task
 from anabranch.workers.tasks.gpt import GPT, GPTConfig, GPTTask
+from anabranch.workers.torch_store import trainable
 
 
 @torch.inference_mode()
@@ -38,38 +46,63 @@ def generate(
     return bytes(text[start:])
 
 
-def load_checkpoint_model(where: str | Path) -> tuple[GPTTask, GPT]:
+def load_checkpoint_model(
+    where: str | Path, task: str | None = None, options: Mapping[str, Any] | None = None
+) -> tuple[Any, torch.nn.Module]:
     """The task and the trained model of a checkpoint, or of a run directory's newest one (folder or URL).
 
-    CheckpointError when something is missing, damaged or of another task; SpecError for unknown options.
+    `task` and `options` go before what the run's spec says, as for `anabranch worker`. CheckpointError when something
+    is missing, damaged or of a task that cannot be had here; SpecError for unknown options.
     """
     restored = read_checkpoint(where, momenta=False)
-    task = GPTTask(_gpt_options(restored))
-    model = task.build_model()
+    spec = parse_spec(restored.manifest["spec"]).task
+    if task is None and ":" not in spec.name and spec.name not in BUILT_IN:
+        raise CheckpointError(f"{restored.location}: spec.task.name is {spec.name!r}, which has no model to load")
+    loaded = load_task(spec, task, options)
+    model = loaded.build_model()
     _fill(model, unflatten(restored.layout, restored.thetas), restored.location)
-    return task, model.eval()
+    return loaded, model.eval()
 
 
-def sample_checkpoint(where: str | Path, prompt: str, length: int, temperature: float, seed: int) -> str:
-    """The prompt and what the checkpointed model makes of it."""
-    task, model = load_checkpoint_model(where)
-    start = prompt.encode()
-    text = start + generate(model, task.config, start, length, temperature, seed)
-    return text.decode(errors="replace")
+def sample_checkpoint(
+    where: str | Path,
+    prompt: str,
+    length: int,
+    temperature: float,
+    seed: int,
+    *,
+    task: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt and what the checkpointed model makes of it; raises what `load_checkpoint_model` raises."""
+    loaded, model = load_checkpoint_model(where, task, options)
+    return prompt + continue_text(loaded, model, prompt, length, temperature, seed)
 
 
-def _gpt_options(restored: Restored) -> dict[str, Any]:
-    task = parse_spec(restored.manifest["spec"]).task
-    if task.name != "gpt":
-        raise CheckpointError(
-            f"{restored.location}: spec.task.name is {task.name!r}; only a model of the task gpt can be loaded"
+def continue_text(
+    task: Task, model: torch.nn.Module, prompt: str, length: int, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """What the model writes after `prompt`. `UsageError` if the task cannot say."""
+    if not isinstance(task, GPTTask) and not hasattr(task, "sample"):
+        raise UsageError(
+            f"{type(task).__name__} cannot be sampled: give it a method `sample(model, prompt, length, temperature, "
+            "seed) -> str`"
         )
-    return task.options
+    training = model.training
+    model.eval()
+    try:
+        if isinstance(task, GPTTask) and isinstance(model, GPT):
+            text = generate(model, task.config, prompt.encode(), length, temperature, seed)
+            return text.decode(errors="replace")
+        sampled: str = getattr(task, "sample")(model, prompt, length, temperature, seed)  # noqa: B009
+        return sampled
+    finally:
+        model.train(training)
 
 
-def _fill(model: GPT, tensors: dict[str, Float32], location: str) -> None:
+def _fill(model: torch.nn.Module, tensors: dict[str, Float32], location: str) -> None:
     """Copy every tensor into the parameter of its name, in the parameter's dtype."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(trainable(model))
     if differing := sorted(parameters.keys() ^ tensors.keys()):
         where = "lacks" if differing[0] in parameters else "has the unknown"
         raise CheckpointError(f"{location} {where} tensor {differing[0]!r} (one of {len(differing)})")

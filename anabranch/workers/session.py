@@ -20,13 +20,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast, overload
 
 from anabranch.errors import LayoutMismatch, MemberRefused, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
+from anabranch.queue import messages
 from anabranch.queue.url import RunUrl
 from anabranch.workers.client import LEAVE_S, Client
+from anabranch.workers.feed import Feed
 from anabranch.workers.identity import Identity, default_name
 from anabranch.workers.learner import Learner, Outgoing, Refusal
 from anabranch.workers.torch_store import TorchStore, shapes
@@ -34,11 +36,15 @@ from anabranch.workers.torch_store import TorchStore, shapes
 if TYPE_CHECKING:
     import torch
 
+    from anabranch.workers.shards import Shards
+
 log = logging.getLogger("anabranch.worker")
 
 FACTOR = 0.25  # of the step-time average
 LOSS_EVERY_S = 0.5  # reading a loss from a GPU waits for it
 JOIN_POLL_S = 0.05
+DATA_POLL_S = 0.05  # between two looks for calls and versions while there is no data
+REWARM_STEPS = 20
 EXTRA_S = 1.0  # for the background thread to end after it has left
 
 T = TypeVar("T")
@@ -58,8 +64,11 @@ class Session:
         role: Literal["worker", "evaluator"] = "worker",
         device: str = "",
         duty: float = 1.0,
+        offload_base: bool = False,
     ) -> None:
-        """Prepare; `start` joins. `duty`: share of the time spent training, the rest is rested away."""
+        """Prepare; `start` joins. `duty`: share of the time spent training, the rest is rested away.
+        `offload_base`: keep the base of each fragment on the host (`TorchStore`)."""
+        self._offload_base = offload_base
         self._url = url if isinstance(url, RunUrl) else RunUrl.parse(url)
         self._model = model
         self.optimizer = optimizer
@@ -75,6 +84,8 @@ class Session:
         self._leaving = threading.Lock()  # `close` and `abandon` come from two threads
         self._hurried = False
         self._began = self._last = 0.0
+        self._steps = 0
+        self._cold = False  # joined a run that was under way, with a fresh optimizer
         self._loss: torch.Tensor | float | None = None
         self._loss_at = 0.0
 
@@ -92,6 +103,7 @@ class Session:
                 raise UsageError("the session was closed before it had joined the run")
             self._boundary()
         self._began = self._last = time.monotonic()
+        self._cold = self.tokens > 0
         return self
 
     def close(self, reason: str = "done", *, drain_s: float = LEAVE_S, contribute: bool = True) -> None:
@@ -150,12 +162,58 @@ class Session:
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def batches(self, source: Iterable[T]) -> Iterator[T]:
-        """The items of `source` until the run stops."""
-        for item in source:
-            if self.stopped:
-                return
-            yield item
+    @overload
+    def batches(self, source: Shards[T], batch: int = 1) -> Iterator[T]: ...
+
+    @overload
+    def batches(self, source: Iterable[T], batch: int = 1) -> Iterator[T]: ...
+
+    def batches(self, source: Shards[T] | Iterable[T], batch: int = 1) -> Iterator[T]:
+        """What to train on, until the run stops.
+
+        `source` is data of your own (any iterable: its items are passed on, and the end of it ends the loop), or a
+        dataset that every worker has a copy of (`Shards`). The run then says who trains on what: each item once per
+        epoch, in batches of `batch` items, or fewer where a range ends. A batch counts as trained on with the next
+        `step`, so take the next one only after that. Raises `UsageError` if the dataset is not the run's.
+        """
+        if isinstance(source, Iterable) and not hasattr(source, "fingerprint"):
+            for item in source:
+                if self.stopped:
+                    return
+                yield item
+        else:
+            yield from self._shared(cast("Shards[T]", source), batch)
+
+    def _shared(self, shards: Shards[T], batch: int) -> Iterator[T]:
+        record = self._client.record
+        if record is None or not self.hands_out_data:
+            raise UsageError("this run was begun by an older release, which hands out no data: use data of your own")
+        client = self._client
+        feed = Feed(len(shards), shards.fingerprint, record.spec.seed, lambda: self._call_soon(client.supply.hungry))
+        self._call_soon(partial(client.feed, feed))
+        while not self.stopped:
+            items = feed.next(batch, DATA_POLL_S)
+            self._check()
+            if items is not None:
+                client.vitals.idle = False
+                yield shards.batch(items.indices, items.epoch)
+                continue
+            client.vitals.idle = feed.idle
+            self._boundary()  # whoever waits is at a step boundary
+            self._last = time.monotonic()  # and does not train
+            self._call_soon(client.progressed)
+
+    @property
+    def hands_out_data(self) -> bool:
+        """Whether the run hands out ranges of a shared dataset; one that an older release began does not."""
+        record = self._client.record
+        return record is not None and record.schema >= messages.RangeRequest.introduced
+
+    @property
+    def warmth(self) -> float:
+        """What to multiply the learning rate with: rises from 0.05 to 1 over the first steps in a run that was under
+        way, while the inner optimizer's averages are still those of nothing."""
+        return min(1.0, (self._steps + 1) / REWARM_STEPS) if self._cold else 1.0
 
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
         """Call after `optimizer.step()`: counts, snapshots what was called for, adopts what arrived.
@@ -170,6 +228,7 @@ class Session:
         vitals.train_s += trained_s
         learner = self._learner()
         learner.books.step(tokens)
+        self._steps += 1
         self._note_loss(loss, now)
         self._boundary(trained_s)
         if self._duty < 1.0:
@@ -253,7 +312,8 @@ class Session:
         layout = layout_for(record.spec, shapes(self._model))
         if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
             raise LayoutMismatch(f"this model is not the run's: {difference}")
-        await self._client.serve(TorchStore(self._model, layout), layout)
+        store = TorchStore(self._model, layout, offload_base=self._offload_base)
+        await self._client.serve(store, layout)
 
     async def _leave(self, reason: str, within_s: float) -> None:
         assert self._closing is not None
@@ -299,7 +359,7 @@ class Session:
     def _note_loss(self, loss: torch.Tensor | float | None, now: float) -> None:
         if loss is not None and now - self._loss_at >= LOSS_EVERY_S:
             self._loss_at = now
-            self._client.vitals.loss = float(loss)
+            self._client.vitals.loss = float(loss if isinstance(loss, (int, float)) else loss.detach())
 
     def _call_soon(self, function: Callable[[], object]) -> None:
         loop = self._loop
@@ -319,11 +379,28 @@ def join(
     name: str | None = None,
     label: str = "",
     duty: float = 1.0,
+    offload_base: bool = False,
 ) -> Session:
     """Join a run with a model of your own and adopt the global parameters.
 
-    Only parameters with `requires_grad` are synchronized, as float32. Blocks until the global model is adopted.
-    Raises `LayoutMismatch` (names the first differing tensor), `MemberRefused`, `UrlError` or `ServerError`.
+    Only parameters with `requires_grad` are synchronized, as float32; frozen ones and buffers stay as they are here.
+    Blocks until the global model is adopted. Raises `LayoutMismatch` (names the first differing tensor),
+    `MemberRefused`, `UsageError` (a bad name or URL, a sharded model) or `ServerError`.
+
+    `duty`: share of the time spent training. `offload_base`: keep 4 bytes per parameter on the host, not the device.
+
+    Where torch.distributed is initialised with several processes (torchrun), these are one worker: every rank calls
+    this, and then the session's methods, together. See `anabranch.workers.island`.
     """
+    import torch.distributed as dist
+
     device = str(next(model.parameters()).device)
-    return Session(url, model, optimizer, name=name, label=label, device=device, duty=duty).start()
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        from anabranch.workers.island import Island
+
+        device = f"{ranks} × {device}"
+        kind: type[Session] = Island
+    else:
+        kind = Session
+    session = kind(url, model, optimizer, name=name, label=label, device=device, duty=duty, offload_base=offload_base)
+    return session.start()

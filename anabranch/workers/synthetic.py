@@ -19,8 +19,10 @@ from anabranch.errors import SpecError
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32, layout_for
 from anabranch.queue.url import RunUrl
+from anabranch.shuffle import Indices
 from anabranch.spec import RunSpec
 from anabranch.workers.client import LEAVE_S, Client
+from anabranch.workers.feed import Feed
 from anabranch.workers.identity import Identity
 from anabranch.workers.learner import Learner
 
@@ -41,6 +43,20 @@ class NumpyStore:
     def load(self, fragment: int, theta: Float32) -> None:
         self.base[fragment] = theta
         self.theta[fragment] = theta.copy()
+
+    def blend(self, fragment: int, theta: Float32, alpha: float) -> bool:
+        new: Float32 = (theta + np.float32(alpha) * (self.theta[fragment] - theta)).astype(np.float32)
+        return self._replace(fragment, theta, new)
+
+    def rebase(self, fragment: int, theta: Float32, applied: Float32 | None) -> bool:
+        new = self.theta[fragment] - self.base[fragment] + theta
+        return self._replace(fragment, theta, new if applied is None else new + applied)
+
+    def _replace(self, fragment: int, base: Float32, live: Float32) -> bool:
+        if not np.isfinite(live).all():
+            return False
+        self.base[fragment], self.theta[fragment] = base, live
+        return True
 
     def initial(self, fragment: int) -> Float32:
         return self.theta[fragment]
@@ -90,6 +106,16 @@ class Pace:
     steps: int | None = None  # stop stepping after so many; None: until the run stops
 
 
+@dataclass(frozen=True)
+class SharedItems:
+    """A dataset that the run hands out; each step takes a batch of it."""
+
+    items: int
+    batch: int
+    took: Callable[[int, Indices], None]  # called with epoch and indices before they are trained on
+    fingerprint: str = "5f" * 16
+
+
 class SyntheticWorker:
     """A whole worker in a few coroutines: a client and a loop of simulated steps."""
 
@@ -101,6 +127,7 @@ class SyntheticWorker:
         *,
         train: Train = decay,
         store: Callable[[Layout], NumpyStore] = NumpyStore,
+        data: SharedItems | None = None,
     ) -> None:
         self.client = Client(url, Identity(name, label="synthetic", device="none"))
         self.store: NumpyStore | None = None
@@ -109,6 +136,8 @@ class SyntheticWorker:
         self._pace = pace or Pace()
         self._train = train
         self._make_store = store
+        self._data = data
+        self._feed: Feed | None = None
         self._began = self._last = 0.0
 
     async def run(
@@ -131,6 +160,8 @@ class SyntheticWorker:
                 await asyncio.wait({serving, acting}, return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
                     serving.result()
+                    if not self.client.joined.is_set():  # the run ended before we were let in
+                        return
                 await acting  # it ends with the run
             finally:
                 for task in (serving, acting):
@@ -157,6 +188,10 @@ class SyntheticWorker:
     async def _loop(self, fragments: int, ending: Callable[[], bool]) -> None:
         """Steps on the event loop's time; boundaries as a training thread would have them."""
         client = self.client
+        if self._data is not None and client.record is not None:
+            seed, hungry = client.record.spec.seed, client.supply.hungry
+            self._feed = Feed(self._data.items, self._data.fingerprint, seed, hungry)
+            client.feed(self._feed)
         self._began = self._last = time.monotonic()
         while not ending() and client.stopped is None:
             learner = client.learner
@@ -164,11 +199,25 @@ class SyntheticWorker:
             adopted = all(learner.books.version(f) >= 0 for f in range(fragments))
             if adopted:
                 self.ready.set()
-            if adopted and (self._pace.steps is None or self.step < self._pace.steps):
+            more = adopted and (self._pace.steps is None or self.step < self._pace.steps)
+            if more and self._take_data():
                 await self._step(learner)
-            else:  # nothing adopted yet, or out of steps: still a member, it adopts and answers
+            else:  # nothing adopted yet, or out of steps or data: still a member, it adopts and answers
                 learner.boundary(client.vitals.loss, partial(client.submit, learner))
                 await asyncio.sleep(IDLE_S)
+
+    def _take_data(self) -> bool:
+        """The next batch, if there is a dataset; False if there is nothing for us now."""
+        if self._feed is None or self._data is None:
+            return True
+        items = self._feed.next(self._data.batch, 0.0)
+        if items is not None:
+            self._data.took(items.epoch, items.indices)
+        idle = items is None and self._feed.idle
+        if idle != self.client.vitals.idle:
+            self.client.vitals.idle = idle
+            self.client.progressed()
+        return items is not None
 
     async def _step(self, learner: Learner) -> None:
         assert self.store is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,41 @@ if TYPE_CHECKING:
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters a run synchronizes: those that require gradients, each shared tensor once."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    """The parameters a run synchronizes: those that require gradients, each shared tensor once.
+
+    Their names are the plain model's: `DistributedDataParallel`, `DataParallel` and `torch.compile` add nothing.
+    Frozen parameters and buffers stay what each member has. Raises `UsageError` if there are none, or if a parameter
+    is sharded (FSDP, DeepSpeed ZeRO-3, tensor parallel), so that no process has all of it.
+    """
+    named = [
+        (name.replace("_orig_mod.", ""), p) for name, p in unwrapped(model).named_parameters() if p.requires_grad
+    ]
+    for name, parameter in named:
+        if _is_sharded(name, parameter):
+            raise UsageError(
+                f"parameter {name!r} is sharded over processes (FSDP, DeepSpeed ZeRO-3 or tensor parallel), which a "
+                "run cannot synchronize yet: use DistributedDataParallel, or one process"
+            )
     if not named:
         raise UsageError("the model has no parameter with requires_grad=True, so there is nothing to train together")
     return named
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of `DistributedDataParallel`, `DataParallel` and `torch.compile`, in whatever order."""
+    while True:
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            model = model.module
+        elif isinstance(inner := model._modules.get("_orig_mod"), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and imported by whoever made a DTensor
+    distributed = tensors is not None and isinstance(parameter, tensors.DTensor)
+    return distributed or hasattr(parameter, "ds_id") or "_flat_param" in name or "_fsdp_wrapped_module" in name
 
 
 def shapes(model: torch.nn.Module) -> list[tuple[str, Sequence[int]]]:
@@ -29,36 +60,71 @@ def shapes(model: torch.nn.Module) -> list[tuple[str, Sequence[int]]]:
 
 
 class TorchStore:
-    """Keeps one flat float32 base per fragment on the model's device (4 extra bytes per parameter)."""
+    """Keeps one flat float32 base per fragment: 4 extra bytes per parameter on the model's device, or on the host.
 
-    def __init__(self, model: torch.nn.Module, layout: Layout) -> None:
+    Whatever the model's dtype, base and Δ are float32; a model in bfloat16 rounds what it adopts.
+    """
+
+    def __init__(self, model: torch.nn.Module, layout: Layout, *, offload_base: bool = False) -> None:
+        """`offload_base`: keep the base on the host; a snapshot then moves one fragment at a time to the device."""
         named = dict(trainable(model))
         self._parts = [
             [(named[tensor.name], start, stop) for tensor, start, stop in fragment.segments]
             for fragment in layout.fragments
         ]
-        device = next(iter(named.values())).device
-        self._bases = [torch.empty(fragment.size, device=device) for fragment in layout.fragments]
+        self._device = next(iter(named.values())).device
+        where = torch.device("cpu") if offload_base else self._device
+        self._bases = [torch.empty(fragment.size, device=where) for fragment in layout.fragments]
 
     @torch.no_grad()
     def delta(self, fragment: int) -> Float32:
-        result = torch.empty_like(self._bases[fragment])
+        kept = self._bases[fragment].to(self._device)
+        result = torch.empty_like(kept)
         for parameter, start, stop in self._parts[fragment]:
-            base = self._bases[fragment][start:stop]
-            torch.sub(base, parameter.detach().reshape(-1).float(), out=result[start:stop])
+            torch.sub(kept[start:stop], parameter.detach().reshape(-1).float(), out=result[start:stop])
         return _to_numpy(result)
 
     @torch.no_grad()
     def load(self, fragment: int, theta: Float32) -> None:
-        base = self._bases[fragment]
-        base.copy_(torch.from_numpy(np.require(theta, requirements=["W"]) if not theta.flags.writeable else theta))
+        new = self._on_device(theta)
+        self._bases[fragment].copy_(new)
         for parameter, start, stop in self._parts[fragment]:
-            parameter.copy_(base[start:stop].view(parameter.shape))
+            parameter.copy_(new[start:stop].view(parameter.shape))
+
+    @torch.no_grad()
+    def blend(self, fragment: int, theta: Float32, alpha: float) -> bool:
+        """θ ← α·θ + (1−α)·`theta`; see `ParameterStore`."""
+        new = self._on_device(theta)
+        return self._replace(fragment, new, torch.lerp(new, self._live(fragment), alpha))
+
+    @torch.no_grad()
+    def rebase(self, fragment: int, theta: Float32, applied: Float32 | None) -> bool:
+        """θ ← `theta` + (θ − Θ_base) + `applied`; see `ParameterStore`."""
+        new = self._on_device(theta)
+        live = self._live(fragment).sub_(self._bases[fragment].to(new.device)).add_(new)
+        if applied is not None:
+            live.add_(self._on_device(applied))
+        return self._replace(fragment, new, live)
+
+    def _replace(self, fragment: int, base: torch.Tensor, live: torch.Tensor) -> bool:
+        if not bool(torch.isfinite(live).all()):
+            return False
+        self._bases[fragment].copy_(base)
+        for parameter, start, stop in self._parts[fragment]:
+            parameter.copy_(live[start:stop].view(parameter.shape))
+        return True
+
+    def _live(self, fragment: int) -> torch.Tensor:
+        """The live parameters as a new flat float32 vector on their device."""
+        return torch.cat([parameter.detach().reshape(-1).float() for parameter, _, _ in self._parts[fragment]])
+
+    def _on_device(self, flat: Float32) -> torch.Tensor:
+        array = flat if flat.flags.writeable else np.require(flat, requirements=["W"])
+        return torch.from_numpy(array).to(self._device)
 
     @torch.no_grad()
     def initial(self, fragment: int) -> Float32:
-        parts = [parameter.detach().reshape(-1).float() for parameter, _, _ in self._parts[fragment]]
-        return _to_numpy(torch.cat(parts))
+        return _to_numpy(self._live(fragment))
 
 
 def _to_numpy(flat: torch.Tensor) -> Float32:

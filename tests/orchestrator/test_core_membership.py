@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from anabranch.orchestrator import events as ev
+from anabranch.orchestrator.membership import BOOTSTRAP_S, BOOTSTRAPS
 from anabranch.spec import LimitsSpec, RunSpec
 from tests.orchestrator.bench import TIMELINE, TOKENS, Bench, digest, make_spec, nonce, notes, one, only
 
@@ -472,3 +473,45 @@ def test_a_setting_that_cannot_be_is_refused_with_its_reason(key: str, value: in
 
 def test_an_unknown_command_is_refused() -> None:
     assert notes("refused", command(Bench(), "explode"))
+
+
+# --- many at once -----------------------------------------------------------------------------------------
+
+
+def test_of_fifty_who_come_at_once_a_few_fetch_the_model_at_the_same_time() -> None:
+    bench = Bench()
+    welcomed: list[str] = []
+
+    def ask(names: list[str]) -> None:
+        for name in names:
+            welcomed.extend(w.name for w in only(ev.Welcome, bench.join(name)))
+
+    everybody = [f"w{i}" for i in range(50)]
+    for name in everybody:
+        bench.join(name)
+    first = [name for name in everybody if name in bench.puppets]
+    assert len(first) == BOOTSTRAPS
+    for name in first:  # a welcomed member has adopted nothing yet
+        bench.puppets[name].adopted = [-1, -1]
+    ask(everybody[BOOTSTRAPS:])
+    assert not welcomed
+    bench.puppets[first[0]].adopted = [0, 0]
+    bench.send(bench.puppets[first[0]].heartbeat())
+    ask(everybody[BOOTSTRAPS:])
+    assert len(welcomed) == 1
+
+
+def test_a_slow_link_does_not_keep_the_others_out() -> None:
+    bench = Bench()
+    for i in range(BOOTSTRAPS):
+        bench.join(f"slow{i}")
+        bench.puppets[f"slow{i}"].adopted = [-1, -1]
+    assert not only(ev.Welcome, bench.join("quick"))
+    bench.elapse(BOOTSTRAP_S + 1.0)
+    assert only(ev.Welcome, bench.join("quick"))
+
+
+def test_before_birth_there_is_nothing_to_fetch() -> None:
+    bench = Bench(born=False)
+    for i in range(50):
+        assert only(ev.Welcome, bench.join(f"w{i}"))

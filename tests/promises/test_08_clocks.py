@@ -35,6 +35,7 @@ PACKAGE = Path(anabranch.__file__).parent
 REMARKS = {
     ("orchestrator/tape.py", "stamp"),  # when an event happened, for people
     ("cli.py", "demo"),  # the name of a new run directory
+    ("workers/tokens.py", "_key"),  # whether a file is still the one that was tokenized, on this machine
 }
 WALL_CLOCKS = {
     "time": {"time", "time_ns", "localtime", "gmtime", "ctime", "asctime", "strftime", "clock_gettime"},

@@ -52,6 +52,8 @@ verdict = st.builds(
     tokens=count,
     reason=text,
 )
+lease = st.builds(messages.Lease, number=count, epoch=count, range=count, first=count, start=count, stop=count)
+held = st.builds(messages.Held, number=count, delivered=count, settled=count)
 
 FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "register": {"nonce": nonce, "name": name, "label": text, "role": st.sampled_from(["worker", "evaluator"]),
@@ -61,12 +63,18 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
                      "figures": figures, "claim": claim},
     "decline": {"incarnation": count, "fragment": count, "round": count, "reason": text},
     "init": {"incarnation": count, "layout": claim, "fragments": claim},
-    "farewell": {"incarnation": count, "figures": st.lists(figures, max_size=3), "reason": text},
+    "farewell": {"incarnation": count, "figures": st.lists(figures, max_size=3), "reason": text,
+                 "leases": st.lists(held, max_size=3)},
+    "range_request": {"incarnation": count, "items": st.integers(1, 2**53), "wanted": st.integers(1, 64),
+                      "fingerprint": st.from_regex(r"[0-9a-f]{16,64}", fullmatch=True), "after": count},
+    "leases": {"incarnation": count, "timeline": text, "leases": st.lists(lease, max_size=3),
+               "exhausted": st.booleans(), "refused": text},
     "progress": {"incarnation": count, "role": st.sampled_from(["worker", "evaluator"]), "steps": count,
                  "step_s": seconds, "loss": loss, "adopted": numbers, "held": figure_list, "processed": figure,
                  "discarded": figure_list, "pending": figure_list, "read": count, "train_s": seconds,
                  "rest_s": seconds, "life_s": seconds, "bytes_sent": count, "device": text, "heldout_loss": loss,
-                 "measured": numbers, "measured_tokens": count, "timeline": text},
+                 "measured": numbers, "measured_tokens": count, "timeline": text, "leased": count,
+                 "leases": st.lists(held, max_size=3), "idle": st.booleans()},
     "welcome": {"name": name, "nonce": nonce, "incarnation": count},
     "refused": {"name": name, "nonce": nonce, "reason": text, "retry": st.booleans()},
     "closed": {"incarnations": numbers, "reason": text},
@@ -174,9 +182,9 @@ def test_a_message_of_another_run_is_refused() -> None:
         decode(data, RUN)
 
 
-@pytest.mark.parametrize("schema", [0, 3, 99, "1", True, 1.0, None])
+@pytest.mark.parametrize("schema", [0, 4, 99, "1", True, 1.0, None])
 def test_another_schema_names_what_to_install(schema: object) -> None:
-    with pytest.raises(SchemaMismatch, match=r"reads 1 to 2: install the same release everywhere"):
+    with pytest.raises(SchemaMismatch, match=r"reads 1 to 3: install the same release everywhere"):
         decode(envelope(s=schema), RUN)
 
 

@@ -17,7 +17,7 @@ from anabranch.orchestrator.web.app import PageOptions, serve_page
 from anabranch.spec import RunSpec
 from anabranch.workers.client import Client
 from anabranch.workers.identity import Identity
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.synthetic import Pace, SharedItems
 from tests.fundamentals.test_03_hostile import Attacker
 from tests.harness import Bench, bench, make_spec
 from tests.tools import chromium_path, require
@@ -131,20 +131,24 @@ def measure(judge: Client, loss: float, tokens: int) -> None:
 
 
 async def test_rounds_members_and_heldout_loss_move(browser: Browser, run_url: str, run_name: str) -> None:
+    data = SharedItems(100_000, 4, lambda epoch, indices: None)
     async with (
         bench(run_url, small(run_name, quorum=2)) as run,
         serve_page(run.synchronizer, PageOptions()) as address,
         opened(browser, address) as shown,
     ):
         await shown.until("#phase", "waiting for a first worker")
+        assert not await shown.page.locator("#data-card").is_visible()
         await shown.until("#hint", f"anabranch worker {run.url.redacted}")
         await shown.until("#chart-empty", "No held-out loss yet")
         assert await shown.page.locator("#members-empty").is_visible()
 
-        run.add("quick", Pace(step_s=0.01))
+        run.add("quick", Pace(step_s=0.01), data=data)
         run.add("slow", Pace(step_s=0.03))
         await run.reach(1)
         judge = add_judge(run)
+        await shown.until("#data-note", "epoch 1")
+        await shown.until("#data li", "100,000")
         measure(judge, 5.5, 1000)
         await shown.until("#phase", "training")
         await shown.until("#link", "live")

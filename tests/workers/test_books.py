@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from anabranch.queue.messages import Figures, Verdict
+from anabranch.queue.messages import Figures, Held, Lease, Verdict
 from anabranch.workers.books import Books, Snapshot
 
 FRAGMENTS = 2
@@ -237,3 +237,187 @@ def test_the_first_outcome_stands(books: Books) -> None:
     books.outcome(verdict(0, 10))
     books.outcome(verdict(0, 4))
     assert figures(books) == (10, 0, 0)
+
+
+# --- what was not merged is kept (blend, rebase) ----------------------------------------------------------
+
+
+def test_after_a_refusal_everything_is_pending_again(books: Books) -> None:
+    books.step(100)
+    send(books)
+    books.outcome(verdict(0, 0, applied=False))
+    assert books.adopt(0, 1, keep=True) == 0
+    assert figures(books) == (100, 0, 100)
+    assert (books.snapshot(0).tokens, books.snapshot(0).steps) == (100, 1)
+
+
+def test_of_an_applied_contribution_only_what_came_after_is_kept(books: Books) -> None:
+    books.step(100)
+    send(books)
+    books.step(20)
+    books.step(20)
+    books.outcome(verdict(0, 100))
+    assert books.applied(0) == 100
+    books.adopt(0, 1, keep=True)
+    assert figures(books) == (140, 0, 40)
+    assert (books.snapshot(0).tokens, books.snapshot(0).steps) == (40, 2)
+
+
+def test_of_two_contributions_on_a_base_the_applied_one_counts(books: Books) -> None:
+    books.step(100)
+    send(books)
+    books.step(20)
+    send(books)
+    books.outcome(verdict(0, 100))
+    books.adopt(0, 1, keep=True)
+    assert (books.snapshot(0).tokens, books.snapshot(0).steps) == (20, 1)
+
+
+def test_a_contribution_that_comes_too_late_is_not_counted_twice(books: Books) -> None:
+    books.step(100)
+    send(books)
+    books.adopt(0, 1, keep=True)
+    assert figures(books) == (100, 0, 100)
+    assert books.waiting(0) == [0]
+    books.outcome(verdict(0, 0, applied=False))
+    assert books.waiting(0) == []
+    assert figures(books) == (100, 0, 100)
+
+
+# --- data -------------------------------------------------------------------------------------------------
+
+
+def lease(number: int = 1, start: int = 0, stop: int = 10) -> Lease:
+    return Lease(number=number, epoch=0, range=0, first=0, start=start, stop=stop)
+
+
+def held(books: Books) -> list[Held]:
+    items: list[Held] = books.report()["leases"]
+    return items
+
+
+def test_a_position_is_settled_when_its_tokens_are_no_longer_pending(books: Books) -> None:
+    assert books.lease(lease())
+    books.deliver(1, 4)
+    books.step(100)
+    assert held(books) == [Held(number=1, delivered=4, settled=0)]
+    send(books)
+    books.deliver(1, 6)
+    books.step(50)
+    books.outcome(verdict(0, 100))
+    assert held(books) == [Held(number=1, delivered=6, settled=4)]
+
+
+def test_the_slowest_fragment_decides() -> None:
+    books = Books(2)
+    for fragment in range(2):
+        books.adopt(fragment, 0)
+    books.lease(lease())
+    books.deliver(1, 4)
+    books.step(100)
+    send(books, 0)
+    books.outcome(verdict(0, 100))
+    assert held(books) == [Held(number=1, delivered=4, settled=0)]
+    books.adopt(1, 1)
+    assert held(books) == [Held(number=1, delivered=4, settled=4)], "discarded is an outcome, too"
+
+
+def test_what_is_in_flight_is_pending_after_an_adoption(books: Books) -> None:
+    books.lease(lease())
+    books.deliver(1, 4)
+    books.step(100)
+    send(books)
+    books.adopt(0, 1)
+    books.deliver(1, 6)
+    books.step(50)
+    assert held(books) == [Held(number=1, delivered=6, settled=0)]
+    books.outcome(verdict(0, 100, applied=False))
+    assert held(books) == [Held(number=1, delivered=6, settled=4)]
+
+
+def test_a_batch_that_was_delivered_but_not_stepped_on_is_not_settled(books: Books) -> None:
+    books.lease(lease())
+    books.deliver(1, 4)
+    assert held(books) == [Held(number=1, delivered=4, settled=0)]
+    assert books.parting() == [Held(number=1, delivered=4, settled=0)]
+
+
+def test_a_settled_range_is_no_longer_listed_but_counts_as_taken(books: Books) -> None:
+    books.lease(lease(7))
+    books.deliver(7, 10)
+    books.step(100)
+    send(books)
+    books.outcome(verdict(0, 100))
+    assert held(books) == []
+    assert books.leased == 7
+    assert not books.lease(lease(7)), "the run has not read that yet and names it again"
+
+
+def test_a_range_that_is_given_up_is_not_delivered_from(books: Books) -> None:
+    books.lease(lease(1))
+    books.lease(lease(2))
+    assert books.keep_leases([2]) == [1]
+    assert not books.deliver(1, 4)
+    assert books.deliver(2, 4)
+    assert [item.number for item in held(books)] == [2]
+
+
+class KeepingMachine(RuleBasedStateMachine):
+    """One fragment under a policy that keeps: no token is lost or counted twice, whatever comes when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = Books(1)
+        self.books.adopt(0, 0)
+        self.books.lease(lease(1, 0, 10_000))
+        self.version = self.processed = self.applied = self.steps = 0
+        self.sent: list[Snapshot] = []
+        self.late: list[int] = []
+        self.settled = 0
+
+    @rule(tokens=st.integers(1, 50))
+    def step(self, tokens: int) -> None:
+        self.steps += 1
+        self.books.deliver(1, self.steps)
+        self.books.step(tokens)
+        self.processed += tokens
+
+    @rule()
+    def send(self) -> None:
+        snapshot = self.books.snapshot(0)
+        if snapshot.tokens and self.books.send(0, snapshot):
+            self.sent.append(snapshot)
+
+    @rule(data=st.data(), fate=st.sampled_from(["applied", "refused", "late"]))
+    def merge(self, data: st.DataObject, fate: str) -> None:
+        """The base is superseded; the verdict comes before the version, or (late) after it, and then refuses."""
+        if self.sent and fate == "late":
+            self.late.append(self.version)
+        elif self.sent:
+            merged = data.draw(st.sampled_from(self.sent)) if fate == "applied" else None
+            self.applied += merged.tokens if merged is not None else 0
+            self.books.outcome(verdict(self.version, merged.tokens if merged else 0, applied=merged is not None))
+        self.version += 1
+        self.books.adopt(0, self.version, keep=True)
+        self.sent.clear()
+
+    @rule()
+    def late_verdicts(self) -> None:
+        for base in self.late:
+            self.books.outcome(verdict(base, 0, applied=False))
+        self.late.clear()
+
+    @invariant()
+    def all_is_applied_or_pending(self) -> None:
+        report = self.books.report()
+        assert report["discarded"] == [0]
+        assert report["pending"][0] == self.processed - self.applied
+        assert self.books.waiting(0).count(self.version) == bool(self.sent)
+        [item] = report["leases"]
+        assert item.settled >= self.settled
+        assert (item.settled == self.steps) == (self.processed == self.applied)
+        self.settled = item.settled
+
+
+TestKeepingMachine = KeepingMachine.TestCase
+TestKeepingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

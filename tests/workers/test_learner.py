@@ -10,7 +10,7 @@ import pytest
 from anabranch.merge.codecs import Codec, decode
 from anabranch.merge.fragments import TensorSpec, plan_layout
 from anabranch.model import Float32
-from anabranch.queue.messages import Call
+from anabranch.queue.messages import Call, Verdict
 from anabranch.workers.adoption import POLICIES
 from anabranch.workers.books import Books
 from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
@@ -22,11 +22,11 @@ LAYOUT = plan_layout([TensorSpec("a", (3,)), TensorSpec("b", (3,))], 2)
 class Bench:
     """A learner whose outgoing items are collected, on a clock the test moves."""
 
-    def __init__(self, codec: Codec = "fp32") -> None:
+    def __init__(self, codec: Codec = "fp32", adoption: str = "overwrite") -> None:
         self.now = 0.0
         self.store = NumpyStore(LAYOUT)
         self.books = Books(2)
-        self.learner = Learner(self.store, POLICIES["overwrite"](), self.books, codec, clock=lambda: self.now)
+        self.learner = Learner(self.store, POLICIES[adoption](), self.books, codec, clock=lambda: self.now)
         self.sent: list[Outgoing | Refusal] = []
 
     def offer(self, version: int, fragment: int = 0, *, digest: bytes = b"", value: float | None = None) -> None:
@@ -236,3 +236,91 @@ def test_a_quick_worker_takes_no_copies(bench: Bench) -> None:
     bench.train()
     bench.boundary(step_s=0.5)
     assert bench.hear(1.0, call()) is None
+
+
+# --- policies that keep what was not merged ---------------------------------------------------------------
+
+
+def begun(adoption: str, codec: Codec = "fp32") -> Bench:
+    bench = Bench(codec, adoption)
+    bench.offer(0, 0, value=1.0)
+    bench.offer(0, 1, value=1.0)
+    bench.boundary()
+    return bench
+
+
+def settle(bench: Bench, tokens: int, *, applied: bool, base: int = 0) -> None:
+    bench.books.outcome(Verdict(incarnation=1, fragment=0, base=base, applied=applied, tokens=tokens))
+
+
+def test_rebase_carries_on_what_came_after_the_applied_snapshot() -> None:
+    bench = begun("rebase")
+    bench.train(0.25)
+    bench.learner.call(call())
+    bench.boundary()  # Δ = 0.25
+    bench.train(0.125)
+    settle(bench, 10, applied=True)
+    bench.offer(1, value=5.0)
+    bench.boundary()
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 5.0 - 0.125, np.float32))
+    bench.learner.call(call(base=1))
+    bench.boundary()
+    np.testing.assert_array_equal(values(bench.sent[-1]), np.full(3, 0.125, np.float32))
+
+
+def test_rebase_carries_on_everything_after_a_refusal() -> None:
+    bench = begun("rebase")
+    bench.train(0.25)
+    bench.learner.call(call())
+    bench.boundary()
+    settle(bench, 0, applied=False)
+    bench.offer(1, value=5.0)
+    bench.boundary()
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 4.75, np.float32))
+    assert bench.books.holds(0) == 10
+
+
+def test_what_a_codec_rounded_away_goes_with_the_next_contribution() -> None:
+    bench = begun("rebase", "bf16")
+    bench.train(0.1)  # not a bfloat16
+    bench.learner.call(call())
+    bench.boundary()
+    [outgoing] = bench.sent
+    assert isinstance(outgoing, Outgoing)
+    sent = decode("bf16", outgoing.data, 3)
+    settle(bench, 10, applied=True)
+    bench.offer(1, value=1.0)
+    bench.boundary()
+    live = np.float32(1.0) - np.float32(0.1)
+    np.testing.assert_array_equal(bench.store.theta[0], (live - np.float32(1.0)) + np.float32(1.0) + sent)
+    assert np.all(bench.store.theta[0] != 1.0)
+
+
+def test_blend_keeps_a_share_of_the_live_parameters() -> None:
+    bench = begun("blend")
+    bench.train(0.5)
+    bench.offer(1, value=2.0)
+    bench.boundary()
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 0.5 * 0.5 + 0.5 * 2.0, np.float32))
+    assert bench.books.holds(0) == 10, "it stays pending"
+
+
+@pytest.mark.parametrize("adoption", ["rebase", "blend"])
+def test_a_worker_that_diverged_is_healed_by_overwriting(adoption: str) -> None:
+    bench = begun(adoption)
+    bench.train()
+    bench.store.theta[0][1] = np.nan
+    bench.offer(1, value=2.0)
+    bench.boundary()
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 2.0, np.float32))
+    assert bench.books.holds(0) == 0
+    assert bench.books.report()["discarded"] == [10, 0]
+
+
+@pytest.mark.parametrize("adoption", ["rebase", "blend"])
+def test_the_same_version_with_other_bits_overwrites_whatever_the_policy(adoption: str) -> None:
+    bench = begun(adoption)
+    bench.train()
+    bench.offer(0, digest=b"x" * 32, value=7.0)
+    bench.boundary()
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 7.0, np.float32))

@@ -46,7 +46,7 @@ def test_an_override_takes_the_runs_place() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gtp", r"task\.name = 'gtp': unknown; allowed: gpt, synthetic, or package\.module:Class"),
+        ("gtp", r"task\.name = 'gtp': unknown; allowed: gpt, hf, synthetic, or package\.module:Class"),
         ("no.such.module:Task", "cannot be imported: No module named"),
         ("tests.tiny_task:Missing", "cannot be imported"),
     ],

@@ -23,6 +23,7 @@ from anabranch.model import Float32, unflatten
 from anabranch.queue.control import send_command
 from anabranch.spec import RunSpec
 from anabranch.workers.session import Session
+from anabranch.workers.shards import TokenWindows
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until, wait_until_sync
@@ -179,7 +180,7 @@ async def test_it_learns_how_many_tokens_the_run_has_merged(run_url: str, run_na
         await run.settle()
         await wait_until(lambda: session.tokens == run.state.tokens, "it heard of the last merge")
         assert session.tokens > 0
-        assert session.paused
+        await wait_until(lambda: session.paused, "it heard of the pause")
 
 
 async def test_a_step_never_waits_for_the_network(server_factory: ServerFactory) -> None:
@@ -346,3 +347,61 @@ def test_closing_while_no_run_has_begun_ends_at_once(run_url: str) -> None:
         assert thread is not None
         assert not thread.is_alive()
         assert isinstance(starting.exception(timeout=10), UsageError)
+
+
+# --- a shared dataset -------------------------------------------------------------------------------------
+
+
+async def test_two_loops_share_a_dataset(run_url: str, run_name: str) -> None:
+    """Each item goes to one of them, and the run stops when all of them are settled."""
+    spec = spec_of(run_name, data={"epochs": 1, "range_items": 16})
+    tokens = np.arange(4 * 400 + 1, dtype=np.int64)
+    seen: list[int] = []
+
+    def loop(session: Session, model: torch.nn.Module) -> None:
+        for batch in session.batches(TokenWindows(tokens, 4, "ab" * 16), batch=3):
+            assert 1 <= batch.inputs.shape[0] <= 3
+            seen.extend(int(row[0]) for row in batch.inputs)
+            train_step(session, model)
+
+    async with bench(run_url, spec) as run:
+        one, two = tiny(), tiny()
+        async with joined(run, "one", one) as first, joined(run, "two", two) as second:
+            await asyncio.gather(asyncio.to_thread(loop, first, one), asyncio.to_thread(loop, second, two))
+            assert "epochs are done" in (first.stopped or "")
+        assert not run.tape("redone")
+        assert run.state.counts.get("ledger mismatches", 0) == 0
+    assert len(seen) == len(set(seen)) == 399
+
+
+async def test_a_loop_with_another_dataset_is_told_so(run_url: str, run_name: str) -> None:
+    async with bench(run_url, spec_of(run_name)) as run:
+        one, two = tiny(), tiny()
+        async with joined(run, "one", one) as first, joined(run, "two", two) as second:
+            first_batches = first.batches(TokenWindows(np.arange(500), 4, "ab" * 16))
+            await asyncio.to_thread(next, first_batches)
+            batches = second.batches(TokenWindows(np.arange(500), 4, "cd" * 16))
+            with pytest.raises(UsageError, match="every worker needs the same copy"):
+                await asyncio.to_thread(next, batches)
+
+
+async def test_data_of_ones_own_is_passed_on(run_url: str, run_name: str) -> None:
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", tiny()) as session:
+        assert list(session.batches([1, 2, 3])) == [1, 2, 3]
+        assert run.state.data is None
+
+
+async def test_a_joiner_warms_up_again(run_url: str, run_name: str) -> None:
+    async with bench(run_url, spec_of(run_name)) as run:
+        first, second = tiny(), tiny()
+        async with joined(run, "first", first) as one:
+            assert one.warmth == 1.0, "with the run, everybody's optimizer is new"
+            await train_until(one, first, run, 1)
+            async with joined(run, "second", second) as two:
+                warmth = []
+                for _ in range(21):
+                    warmth.append(two.warmth)
+                    train_step(two, second)
+                assert warmth == sorted(warmth)
+                assert warmth[0] == 0.05
+                assert warmth[-1] == 1.0

@@ -148,3 +148,42 @@ def test_gradients_and_optimizer_state_are_kept() -> None:
     assert torch.equal(gradient, before)
     assert model.get_parameter("0.weight").requires_grad
     assert len(optimizer.state) == len(list(model.parameters()))
+
+
+# --- adoption policies, against the plain formulas --------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("what", ["blend", "rebase", "rebase after a refusal"])
+def test_policies_are_the_formulas(what: str, offload: bool) -> None:
+    model = model_of()
+    layout = layout_for(SPEC, shapes(model))
+    store = TorchStore(model, layout, offload_base=offload)
+    base, new = random(layout.fragments[0].size, 3), random(layout.fragments[0].size, 4)
+    store.load(0, base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    live, delta = store.initial(0), store.delta(0)
+    sent = (delta * np.float32(0.5)).astype(np.float32)
+    if what == "blend":
+        assert store.blend(0, new, 0.25)
+        expected = 0.25 * live + 0.75 * new
+    else:
+        assert store.rebase(0, new, sent if what == "rebase" else None)
+        expected = new + (live - base) + (sent if what == "rebase" else 0)
+    np.testing.assert_allclose(store.initial(0), expected, atol=1e-6)
+    np.testing.assert_allclose(store.delta(0), new - expected, atol=1e-6)
+
+
+def test_parameters_that_are_not_finite_are_left_as_they_are() -> None:
+    model = model_of()
+    store, layout = store_of(model)
+    base = random(layout.fragments[0].size)
+    store.load(0, base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("inf"))
+    assert not store.rebase(0, base, None)
+    assert not store.blend(0, base, 0.5)
+    assert np.isinf(store.initial(0)).all()

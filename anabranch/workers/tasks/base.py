@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from anabranch.workers.shards import Shards
 
 
 class Batch(Protocol):
@@ -25,6 +30,12 @@ class TokenBatch:
 
     inputs: torch.Tensor  # int64 [B, T]
     targets: torch.Tensor  # int64 [B, T]
+
+    @classmethod
+    def of(cls, windows: NDArray[np.int64]) -> Self:
+        """From rows of T + 1 tokens, [B, T + 1]: each is predicted from those before it."""
+        tokens = torch.from_numpy(windows)
+        return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     @property
     def tokens(self) -> int:
@@ -57,6 +68,23 @@ class Task(Protocol):
 
     def learning_rate(self, global_tokens: int) -> float:
         """The inner learning rate once the whole run has merged this many tokens."""
+
+
+@runtime_checkable
+class SharedTask(Task, Protocol):
+    """A task whose data every worker has a copy of: the run hands it out in ranges, each item once per epoch.
+
+    Without `dataset` (or with `--own-data`) a worker trains on its own `batches`.
+    """
+
+    @property
+    def batch(self) -> int:
+        """Items per step."""
+        ...
+
+    def dataset(self) -> Shards[Any]:
+        """The shared dataset; its `batch(indices, epoch)` gives what `loss` takes."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from anabranch.errors import SpecError
 from anabranch.workers.data import ByteCorpus, Bytes, load_corpus
+from anabranch.workers.shards import TokenWindows, text_folder
 from anabranch.workers.tasks.base import CosineSchedule, TokenBatch
 
 VOCABULARY = 256
@@ -201,6 +202,14 @@ class GPTTask:
         while True:
             yield _batch(corpus.random_windows(rng, self.config.batch, self.config.context))
 
+    @property
+    def batch(self) -> int:
+        return self.config.batch
+
+    def dataset(self) -> TokenWindows:
+        """The training text in windows of `context` bytes."""
+        return text_folder(self._folder(), self.config.context)
+
     def loss(self, model: nn.Module, batch: TokenBatch) -> torch.Tensor:
         """Mean cross entropy in nats per byte."""
         logits: torch.Tensor = model(batch.inputs)
@@ -216,9 +225,11 @@ class GPTTask:
         return self._schedule.at(global_tokens)
 
     def _corpus(self) -> ByteCorpus:
-        return load_corpus(Path(self.config.data) if self.config.data else None)
+        return load_corpus(self._folder())
+
+    def _folder(self) -> Path | None:
+        return Path(self.config.data) if self.config.data else None
 
 
 def _batch(windows: Bytes) -> TokenBatch:
-    tokens = torch.from_numpy(windows.astype(np.int64))  # [B, T + 1]
-    return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return TokenBatch.of(windows.astype(np.int64))

@@ -20,6 +20,22 @@ export function drawClosed(s) {
     [what, value === null ? "–" : value < 0 ? `−${duration(-value)}` : duration(value), null]) : []);
 }
 
+/** The shared dataset: what is handed out, done, and had to be done again. */
+export function drawData(s) {
+  const d = s.data;
+  $("data-card").hidden = !d;
+  if (!d) return;
+  text($("data-note"), `epoch ${whole(d.epoch)}${d.epochs ? ` of ${whole(d.epochs)}` : ""}`);
+  drawCounts($("data"), [
+    ["items", whole(d.items), null],
+    ["ranges handed out", `${whole(d.handed_out)} of ${whole(d.ranges)}`, null],
+    ["in workers' hands", whole(d.leased), "pending"],
+    ["waiting to be redone", whole(d.waiting), d.waiting ? "rejected" : null],
+    ["done, all epochs", whole(d.done), "applied"],
+    ["items redone", whole(d.redone_items), null],
+  ]);
+}
+
 function drawCounts(list, items) {
   keyed(list, items, ([what]) => what, () => make("li", {}, make("span"), make("b")), (node, [what, n, part]) => {
     text(node.children[0], what);

@@ -11,6 +11,7 @@ const HINTS = [
   [/^no live worker$/, (m, s) => `start one: anabranch worker ${s.url}`, "bad"],
   [/^waiting for a first worker$/, (m, s) => `start one: anabranch worker ${s.url}`, "quiet"],
   [/^waiting for version 0/, () => "its weights become the first global model", "quiet"],
+  [/^no data left/, (m, s) => `train on: anabranch set ${s.url} data.epochs=…`, "quiet"],
   [/^no worker makes steps$/, () => "workers answer, but their step counters stand still", "bad"],
   [/^the server is nearly full/, () => "workers train on; raise maxmemory, or wait until payloads run out", "warn"],
   [/^the server lost this run/, () => "end this synchronizer, anabranch restore CHECKPOINT URL, then start it again", "bad"],

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { follow } from "./connection.js";
-import { drawClosed, drawSettings } from "./counts.js";
+import { drawClosed, drawData, drawSettings } from "./counts.js";
 import { $ } from "./dom.js";
 import { drawHead, forgetRates } from "./head.js";
 import { enter, record, remember } from "./known.js";
@@ -27,6 +27,7 @@ function take(picture, from) {
   drawMembers(picture);
   drawLedger(picture);
   drawClosed(picture);
+  drawData(picture);
   drawSettings(picture);
   chart.draw(picture.heldout ?? []);
 }

@@ -1,0 +1,1 @@
+"""Joining a run from other libraries' training loops."""

@@ -1,0 +1,384 @@
+"""Several processes that act as one worker: the ranks of one torch.distributed group.
+
+`anabranch.join` makes an `Island` when torch.distributed is initialised with more than one process (torchrun). Rank 0
+owns the only connection to the run. Every rank calls the same methods in the same order, as with any collective::
+
+    torch.distributed.init_process_group()
+    model = DistributedDataParallel(Model())         # equal gradients on all ranks
+    with anabranch.join(url, model) as session:      # rank 0 adopts the global model, and passes it on
+        for batch in session.batches(loader):        # each rank its own; ends on all ranks together
+            ...
+            session.step(tokens=batch.numel(), loss=loss)  # tokens are summed, losses averaged over ranks
+
+A step costs two messages of a few hundred bytes between the ranks (over gloo, also where gradients go over NCCL), and
+whatever was adopted travels from rank 0 to the others, so that all ranks hold the same bits.
+
+What goes wrong on rank 0 is raised on all ranks. A rank that dies takes the island with it: the others' next call
+raises `IslandBroken`, rank 0 leaves the run without a last contribution, and what was not merged is lost. Start the
+island again; it joins like any other worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from anabranch import errors
+from anabranch.errors import AnabranchError, IslandBroken, UsageError
+from anabranch.model import layout_for
+from anabranch.queue.url import RunUrl
+from anabranch.shuffle import Indices
+from anabranch.workers.client import LEAVE_S
+from anabranch.workers.session import LOSS_EVERY_S, REWARM_STEPS, Session
+from anabranch.workers.torch_store import shapes, trainable
+
+if TYPE_CHECKING:
+    from anabranch.workers.shards import Shards
+
+T = TypeVar("T")
+
+# Rank 0 may wait long: for a run to begin, for data, for the rest of a duty cycle. A rank that dies is noticed by its
+# closed connection, one that hangs by the timeout of the model's own collectives.
+PATIENCE = timedelta(days=1)
+_FLAGS = 5  # error, stopped, paused, global tokens, whether the next step should tell its loss; then the fragments
+
+
+class _Leader(Session):
+    """Rank 0's session; remembers which fragments were adopted, also while a duty cycle rests."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.adopted: set[int] = set()
+
+    def _boundary(self, step_s: float = 0.0) -> list[int]:
+        adopted = super()._boundary(step_s)
+        self.adopted.update(adopted)
+        return adopted
+
+
+@dataclass(frozen=True)
+class _Introduction:
+    """What every rank has to know once rank 0 has joined."""
+
+    name: str
+    fragments: list[list[str]]  # names of the parameters in each
+    cold: bool
+    hands_out_data: bool
+
+
+class _Numbers:
+    """A shared dataset of which only the numbers are wanted: (indices, epoch)."""
+
+    def __init__(self, shards: Shards[Any]) -> None:
+        self._shards = shards
+        self.fingerprint = shards.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def batch(self, indices: Indices, epoch: int) -> tuple[Indices, int]:
+        return indices, epoch
+
+
+class Island(Session):
+    """A `Session` on all ranks of `group` (by default of the whole world). Every public method is a collective call
+    unless it says otherwise; figures such as `tokens` are those of the last `step`, equal on all ranks."""
+
+    def __init__(
+        self,
+        url: str | RunUrl,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        """Prepare; `start` joins. `options` are those of `Session`."""
+        self.optimizer = optimizer
+        self._model = model
+        self._group = group if group is not None else dist.group.WORLD
+        ranks = dist.get_process_group_ranks(self._group)
+        self._rank, self._size, self._first = dist.get_rank(self._group), len(ranks), ranks[0]
+        self._control = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
+        self._leader: _Leader | None = None  # rank 0 has one
+        self._make_leader = partial(_Leader, url, model, optimizer, **options)
+        self._introduced: _Introduction | None = None
+        self._stopped: str | None = None
+        self._paused = False
+        self._tokens = 0
+        self._tell_loss = True
+        self._steps = 0
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Rank 0 joins and adopts; then all ranks hold the global model. Raises on all ranks what `Session.start`
+        raises, and `IslandBroken` if the ranks' models differ."""
+        self._compare_models()
+        error: Exception | None = None
+        introduction: _Introduction | None = None
+        if self._rank == 0:
+            try:
+                self._leader = self._make_leader()
+                self._leader.start()
+                introduction = self._introduce(self._leader)
+            except Exception as raised:
+                error = raised
+        told = self._tell(introduction if error is None else _wire(error))
+        if error is not None:
+            raise error
+        if not isinstance(told, _Introduction):
+            raise _from_wire(told)
+        self._introduced = introduction = told
+        parameters = dict(trainable(self._model))
+        self._parts = [[parameters[name] for name in names] for names in introduction.fragments]
+        self._share()
+        for part in self._parts:
+            self._spread(part)
+        return self
+
+    def close(self, reason: str = "done", *, drain_s: float = LEAVE_S, contribute: bool = True) -> None:
+        """Rank 0 leaves the run as `Session.close` does; the others have nothing to close. Not a collective call, so
+        that an error on one rank can close what it has."""
+        if self._leader is not None:
+            self._leader.close(reason, drain_s=drain_s, contribute=contribute)
+
+    def abandon(self, reason: str, drain_s: float) -> bool:
+        """See `Session.abandon`; False on other ranks than 0."""
+        return self._leader is not None and self._leader.abandon(reason, drain_s)
+
+    def hurry(self) -> None:
+        """See `Session.hurry`."""
+        if self._leader is not None:
+            self._leader.hurry()
+
+    def __enter__(self) -> Self:
+        return self if self._introduced is not None else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._leader is not None:
+            self._leader.__exit__(kind, error, trace)
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def batches(self, source: Shards[T] | Iterable[T], batch: int = 1) -> Iterator[T]:
+        """What this rank trains on. Ends on all ranks together: when the run stops, or when one rank's own data ends.
+
+        Of a shared dataset (`Shards`) each rank gets other items, `batch` of them; where a range ends there are
+        fewer, and if fewer than there are ranks, some are given twice.
+        """
+        if isinstance(source, Iterable) and not hasattr(source, "fingerprint"):
+            yield from self._own(source)
+        else:
+            yield from self._shared_out(cast("Shards[T]", source), batch)
+        self._share()  # why it ended
+
+    def _own(self, source: Iterable[T]) -> Iterator[T]:
+        items = iter(source)
+        nothing = object()
+        while True:
+            item = next(items, nothing)
+            ends = item is nothing or (self._leader is not None and self._leader.stopped is not None)
+            if self._sum([float(ends)])[0] > 0:
+                return
+            yield cast("T", item)
+
+    def _shared_out(self, shards: Shards[T], batch: int) -> Iterator[T]:
+        taken = self._leader.batches(_Numbers(shards), batch * self._size) if self._leader is not None else None
+        while True:
+            told: Any = None
+            error: Exception | None = None
+            if taken is not None:
+                try:
+                    told = self._with_adopted(next(taken, None))
+                except Exception as raised:
+                    error = raised
+            told = self._tell(told if error is None else _wire(error))
+            if error is not None:
+                raise error
+            if told is None:
+                return
+            if isinstance(told, _WireError):
+                raise _from_wire(told)
+            indices, epoch, adopted = told
+            for fragment in adopted:
+                self._spread(self._parts[fragment])
+            mine = np.resize(indices, max(indices.size, self._size))[self._rank :: self._size]
+            yield shards.batch(mine, epoch)
+
+    def _with_adopted(self, items: tuple[Indices, int] | None) -> tuple[Indices, int, list[int]] | None:
+        """Numbers and epoch, and which fragments rank 0 adopted while it waited for them."""
+        if items is None or self._leader is None:
+            return None
+        adopted = sorted(self._leader.adopted)
+        self._leader.adopted.clear()
+        return (*items, adopted)
+
+    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
+        """Call on all ranks after `optimizer.step()`. `tokens`: of this rank; the island's step counts their sum.
+
+        `loss`: this rank's mean; the island's is weighted by tokens. Raises on all ranks what rank 0's session
+        raises, and `IslandBroken` if a rank is gone.
+        """
+        told = self._tell_loss and loss is not None
+        mean = 0.0
+        if told and loss is not None:
+            mean = float(loss if isinstance(loss, (int, float)) else loss.detach())
+        everybody, known, total = self._sum([tokens, tokens * told, mean * tokens * told])
+        self._steps += 1
+        error: Exception | None = None
+        if self._leader is not None:
+            try:
+                self._leader.step(int(everybody), total / known if known else None)
+            except Exception as raised:
+                error = raised
+        for fragment in self._share(error):
+            self._spread(self._parts[fragment])
+
+    @property
+    def stopped(self) -> str | None:
+        return self._stopped
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the whole run has merged so far, equal on all ranks."""
+        return self._tokens
+
+    @property
+    def name(self) -> str:
+        return self._introduction().name
+
+    @property
+    def hands_out_data(self) -> bool:
+        return self._introduction().hands_out_data
+
+    @property
+    def warmth(self) -> float:
+        return min(1.0, (self._steps + 1) / REWARM_STEPS) if self._introduction().cold else 1.0
+
+    # --- not for islands ----------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float) -> list[int]:
+        """Not for islands: raises `UsageError`."""
+        raise UsageError("an island trains; to follow a run without training use Session(..., role='evaluator')")
+
+    def versions(self) -> list[int]:
+        """Adopted version of each fragment; on rank 0 only."""
+        if self._leader is None:
+            raise UsageError("only rank 0 of an island knows the fragments' versions")
+        return self._leader.versions()
+
+    def report_heldout(self, loss: float, versions: list[int], tokens: int) -> None:
+        """Not for islands: raises `UsageError`."""
+        self.poll(0.0)
+
+    # --- between the ranks --------------------------------------------------------------------------------
+
+    def _compare_models(self) -> None:
+        """An island of different models would hang, or mix up tensors."""
+        mine: list[tuple[str, tuple[int, ...]]] = [(name, tuple(shape)) for name, shape in shapes(self._model)]
+        rank_0 = self._tell(mine)
+        differs = self._sum([float(mine != rank_0)])[0] > 0
+        if differs:
+            odd = next((f"{m} here, {r} on rank 0" for m, r in zip(mine, rank_0, strict=False) if m != r), "")
+            raise IslandBroken(
+                "the ranks of this island have different models: "
+                + (odd or f"{len(mine)} trainable tensors here, {len(rank_0)} on rank 0")
+            )
+
+    def _introduce(self, leader: _Leader) -> _Introduction:
+        record = leader._client.record
+        assert record is not None
+        layout = layout_for(record.spec, shapes(self._model))
+        names = [[tensor.name for tensor in fragment.tensors] for fragment in layout.fragments]
+        return _Introduction(leader.name, names, leader._cold, leader.hands_out_data)
+
+    def _introduction(self) -> _Introduction:
+        if self._introduced is None:
+            raise errors.MemberRefused("the island has not joined; use anabranch.join or `with Island(...)`")
+        return self._introduced
+
+    def _share(self, error: Exception | None = None) -> list[int]:
+        """Rank 0's view becomes everybody's. Returns the fragments it adopted since; raises `error` on all ranks."""
+        flags = torch.zeros(_FLAGS + len(self._parts), dtype=torch.int64)
+        leader = self._leader
+        if leader is not None:
+            tell_loss = time.monotonic() - leader._loss_at >= LOSS_EVERY_S
+            view = [error is not None, leader.stopped is not None, leader.paused, leader.tokens, tell_loss]
+            flags[:_FLAGS] = torch.tensor([int(value) for value in view])
+            flags[[_FLAGS + fragment for fragment in leader.adopted]] = 1
+            leader.adopted.clear()
+        self._together(lambda: dist.broadcast(flags, self._first, group=self._control))
+        failed, stopped, paused, self._tokens, tell_loss = flags[:_FLAGS].tolist()
+        self._paused, self._tell_loss = bool(paused), bool(tell_loss)
+        if failed:
+            told = self._tell(_wire(error) if error is not None else None)
+            raise error if error is not None else _from_wire(told)
+        if stopped and self._stopped is None:
+            self._stopped = self._tell(leader.stopped if leader is not None else None)
+        return [int(fragment) for fragment in flags[_FLAGS:].nonzero().flatten()]
+
+    @torch.no_grad()
+    def _spread(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Rank 0's values of a fragment's parameters, to all ranks: one message for each dtype."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            alike = [parameter for parameter in parameters if parameter.dtype == dtype]
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in alike])
+            self._together(partial(dist.broadcast, flat, self._first, group=self._group))
+            if self._leader is None:
+                sizes = [parameter.numel() for parameter in alike]
+                for parameter, part in zip(alike, torch.split(flat, sizes), strict=True):
+                    parameter.copy_(part.view(parameter.shape))
+
+    def _sum(self, values: list[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64)  # whole up to 2⁵³
+        self._together(lambda: dist.all_reduce(total, group=self._control))
+        result: list[float] = total.tolist()
+        return result
+
+    def _tell(self, value: Any) -> Any:
+        """Rank 0's `value`, on all ranks."""
+        box = [value if self._rank == 0 else None]
+        self._together(lambda: dist.broadcast_object_list(box, self._first, group=self._control))
+        return box[0]
+
+    def _together(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise IslandBroken(
+                f"another rank of this island is gone, so this one ends, too ({error}); start the island again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _WireError:
+    kind: str
+    text: str
+
+
+def _wire(error: Exception) -> _WireError:
+    """An exception itself may not survive pickling."""
+    return _WireError(type(error).__name__, str(error))
+
+
+def _from_wire(told: _WireError) -> Exception:
+    kind = getattr(errors, told.kind, None)
+    if isinstance(kind, type) and issubclass(kind, AnabranchError):
+        return kind(told.text)
+    return AnabranchError(f"rank 0 of this island: {told.kind}: {told.text}")

@@ -1,0 +1,275 @@
+"""The task `hf`: fine-tune a causal language model of a local Hugging Face folder, whole or with LoRA adapters.
+
+The folder is what `save_pretrained` of a model and its tokenizer wrote; nothing is downloaded. Every member needs the
+same one. What it holds decides the run only where it is not trained: with LoRA the frozen weights, and always the
+tokenizer. `task.options.checksum` lets members with another folder be refused (see `checksum_of`).
+
+Needs the extra `hf` (transformers; peft for LoRA), which is imported only when something is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from anabranch.errors import SpecError, UsageError
+from anabranch.workers.shards import TokenWindows
+from anabranch.workers.tasks.base import CosineSchedule, TokenBatch
+from anabranch.workers.tasks.options import read_options, require
+from anabranch.workers.tokens import TokenCorpus, load_tokens
+
+log = logging.getLogger("anabranch.worker")
+
+HELDOUT_WINDOWS = 64
+_DTYPES = ("float32", "bfloat16")
+_HASHED = (
+    "*.safetensors",
+    "*.bin",
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "spiece.model",
+    "*.tiktoken",
+)
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The options of the task `hf`, as in `[task.options]` of run.toml. Lengths are in tokens of the tokenizer."""
+
+    model: str = ""  # folder of model and tokenizer; every member may have its own place for it: --model
+    data: str = ""  # folder of text, --data; empty: the Python standard library's sources
+    checksum: str = ""  # of the model's folder; members with another one are refused. Empty: not compared
+    context: int = 128  # inputs per window
+    batch: int = 4  # windows per step
+    learning_rate: float = 5e-5
+    final_learning_rate: float = 5e-6
+    warmup_tokens: int = 10_000
+    total_tokens: int = 10_000_000  # merged by the whole run, when the schedule reaches its end
+    beta1: float = 0.9
+    beta2: float = 0.98
+    weight_decay: float = 0.01
+    dtype: str = "float32"  # of forward and backward passes, and of frozen weights; what is trained is float32
+    max_mb: int = 256  # 10⁶ bytes of text that are read at most
+    lora: bool = False
+    lora_r: int = 8
+    lora_alpha: int = 16
+    lora_dropout: float = 0.0
+    lora_targets: str = "all-linear"  # or names of modules, with commas between them
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "total_tokens", "max_mb", "lora_r", "lora_alpha"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("learning_rate", "final_learning_rate"):
+            require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
+        for name in ("beta1", "beta2", "lora_dropout"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0, below 1")
+        for name in ("warmup_tokens", "weight_decay"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {', '.join(_DTYPES)}")
+        require(bool(self.targets), "lora_targets", self.lora_targets, "all-linear, or names of modules")
+
+    @property
+    def targets(self) -> str | list[str]:
+        """As PEFT takes them."""
+        if self.lora_targets == "all-linear":
+            return self.lora_targets
+        return [name.strip() for name in self.lora_targets.split(",") if name.strip()]
+
+
+class HFTask:
+    """A `base.SharedTask`. Text is packed: windows run over the ends of files, where the end token is."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Reads no file but checks that the model's folder is there; `SpecError` names what is wrong."""
+        self.config = read_options(HFConfig, options or {}, "hf")
+        folder = Path(self.config.model)
+        if not self.config.model or not (folder / "config.json").is_file():
+            raise SpecError(
+                f"task.options.model = {self.config.model!r}: no folder with a config.json on this machine; "
+                "name one with --model"
+            )
+        self._folder = folder
+        self._schedule = CosineSchedule(
+            self.config.learning_rate,
+            self.config.final_learning_rate,
+            self.config.warmup_tokens,
+            self.config.total_tokens,
+        )
+
+    # --- the model ----------------------------------------------------------------------------------------
+
+    def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
+        """The folder's model, with fresh adapters if `lora` is set; what is trained is float32.
+
+        Raises `SpecError` if the folder is another one than the run's, or no causal language model.
+        """
+        found = checksum_of(self._folder)
+        log.info("model folder: checksum %s (set task.options.checksum to refuse any other)", found)
+        require(self.config.checksum in ("", found), "checksum", self.config.checksum, f"this folder's, {found}")
+        transformers = _needed("transformers")
+        dtype = getattr(torch, self.config.dtype) if self.config.lora else torch.float32
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                self._folder, dtype=dtype, local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise SpecError(f"task.options.model = {self.config.model!r} cannot be loaded: {error}") from error
+        limit = getattr(model.config, "max_position_embeddings", None)
+        require(
+            limit is None or self.config.context <= limit,
+            "context", self.config.context, f"at most the model's max_position_embeddings = {limit}",
+        )  # fmt: skip
+        model.config.use_cache = False  # of past keys and values: not for training
+        return (self._with_adapters(model) if self.config.lora else model).to(device)
+
+    def _with_adapters(self, model: Any) -> nn.Module:
+        peft = _needed("peft")
+        transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's own linear layer
+        settings = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.config.lora_r,
+            lora_alpha=self.config.lora_alpha,
+            lora_dropout=self.config.lora_dropout,
+            target_modules=self.config.targets,
+            fan_in_fan_out=transposed,
+        )
+        try:
+            adapted: nn.Module = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise SpecError(f"task.options.lora_targets = {self.config.lora_targets!r}: {error}") from error
+        return adapted
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW over what is trained; biases and norms' gains are not decayed."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.config.weight_decay},
+                {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=self.learning_rate(0),
+            betas=(self.config.beta1, self.config.beta2),
+        )
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> torch.Tensor:
+        """Mean cross entropy in nats per token."""
+        with self._autocast(batch.inputs.device.type):
+            logits: torch.Tensor = model(input_ids=batch.inputs).logits  # [B, T, vocabulary]
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+
+    def _autocast(self, device: str) -> AbstractContextManager[Any]:
+        if self.config.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(device, getattr(torch, self.config.dtype))
+
+    def learning_rate(self, global_tokens: int) -> float:
+        """Warm-up and cosine over the run's merged tokens."""
+        return self._schedule.at(global_tokens)
+
+    # --- the data -----------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        """Windows per step."""
+        return self.config.batch
+
+    def dataset(self) -> TokenWindows:
+        """The training tokens in windows of `context`."""
+        return TokenWindows(self._tokens.train, self.config.context, self._tokens.fingerprint)
+
+    def batches(self, seed: int, worker: str) -> Iterator[TokenBatch]:
+        """Random windows of the training tokens, drawn by a generator of (seed, worker)."""
+        digest = hashlib.sha256(f"{seed}:{worker}".encode()).digest()
+        rng = np.random.default_rng(np.frombuffer(digest, dtype=np.uint32))
+        while True:
+            starts = rng.integers(0, self._last_start(self._tokens.train) + 1, size=self.config.batch)
+            yield self._windows(self._tokens.train, starts)
+
+    def heldout_batches(self) -> list[TokenBatch]:
+        """64 windows, or as many as there are, spread evenly over the held-out tokens."""
+        heldout = self._tokens.heldout
+        last = self._last_start(heldout)
+        starts = np.unique(np.linspace(0, last, num=HELDOUT_WINDOWS).astype(np.int64))
+        size = self.config.batch
+        return [self._windows(heldout, starts[at : at + size]) for at in range(0, starts.size, size)]
+
+    def _windows(self, tokens: Any, starts: Any) -> TokenBatch:
+        return TokenBatch.of(tokens[starts[:, None] + np.arange(self.config.context + 1)].astype(np.int64))
+
+    def _last_start(self, tokens: Any) -> int:
+        last = int(tokens.size) - self.config.context - 1
+        if last < 0:
+            raise UsageError(
+                f"task.options.data has only {tokens.size} tokens in its smaller part (training or held-out), a "
+                f"window takes {self.config.context + 1}: add text or choose a smaller task.options.context"
+            )
+        return last
+
+    @cached_property
+    def _tokens(self) -> TokenCorpus:
+        folder = Path(self.config.data) if self.config.data else None
+        return load_tokens(folder, self.tokenizer, self.config.max_mb * 1_000_000)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the model's folder."""
+        try:
+            return _needed("transformers").AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise SpecError(
+                f"task.options.model = {self.config.model!r} has no tokenizer that can be loaded: {error}"
+            ) from error
+
+    # --- use ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def sample(self, model: nn.Module, prompt: str, length: int, temperature: float, seed: int) -> str:
+        """`length` new tokens that the model continues `prompt` with, as text without the prompt."""
+        device = next(model.parameters()).device
+        generator = torch.Generator().manual_seed(seed)
+        tokens: list[int] = self.tokenizer(prompt)["input_ids"] or [self.tokenizer.eos_token_id or 0]
+        start = len(tokens)
+        for _ in range(length):
+            window = torch.tensor([tokens[-self.config.context :]], device=device)  # [1, T]
+            logits = model(input_ids=window).logits[0, -1].float().cpu()  # [vocabulary]
+            if temperature <= 0:
+                tokens.append(int(logits.argmax()))
+            else:
+                chances = torch.softmax(logits / temperature, dim=0)
+                tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        text: str = self.tokenizer.decode(tokens[start:])
+        return text
+
+
+def checksum_of(folder: Path) -> str:
+    """Of names and bytes of a model folder's weights, config and tokenizer: 16 hexadecimal digits.
+
+    The same weights in other shards give another one: copy the folder, do not save it anew.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _HASHED for path in folder.glob(pattern) if path.is_file()}):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _needed(module: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(f"the task hf needs {module}: pip install 'anabranch[hf]' ({error})") from error

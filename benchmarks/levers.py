@@ -1,0 +1,67 @@
+"""Levers that the product does not have (yet), for trials in virtual time: `Config.lever` is "name=value,name=value".
+
+| name | what it does |
+| --- | --- |
+| `weights` | a contribution's weight to this power: 1 as it is, 0 everybody alike |
+| `warmup` | the outer learning rate rises linearly over this share of the run |
+| `settle` | from this share of the run on the merge is the plain average |
+| `end` | the outer learning rate falls linearly to this factor at the end of the run |
+| `slow` | a worker's inner learning rate times (1 / speed) to this power |
+| `ema` | the judged model is an exponential average over versions with this factor |
+"""
+
+from __future__ import annotations
+
+from anabranch.merge.average import MergeRules, merge_fragment
+from anabranch.merge.outer import OuterOptimizer
+from anabranch.model import Float32
+from anabranch.orchestrator import events as ev
+from benchmarks.virtual import World
+
+
+def parse(text: str) -> dict[str, float]:
+    """The levers of a run."""
+    return {name: float(value) for name, value in (item.split("=") for item in text.split(",") if item)}
+
+
+class LeverWorld(World):
+    """A world with some of them pulled."""
+
+    levers: dict[str, float]
+    _averages: list[Float32]
+
+    def __post_init__(self) -> None:
+        self.levers, self._averages = {}, []
+        super().__post_init__()
+
+    @property
+    def _share(self) -> float:
+        return min(1.0, self.now / self.end)
+
+    def _gradient(self, order: ev.Merge) -> Float32:
+        power = self.levers.get("weights", 1.0)
+        weights = [weight**power for _, weight in order.parts]
+        plain = self._share >= self.levers.get("settle", 2.0)
+        rules = MergeRules(matrix="average") if plain else self._rules
+        deltas = [self._payloads[offer.entry] for offer, _ in order.parts]
+        gradient = merge_fragment(self.layout.fragments[order.fragment], deltas, weights, rules)
+        assert gradient is not None
+        return gradient
+
+    def _optimizer(self) -> OuterOptimizer:
+        warmup, end = self.levers.get("warmup", 0.0), self.levers.get("end", 1.0)
+        factor = min(1.0, 0.05 + self._share / warmup) if warmup else 1.0
+        factor *= 1 + (end - 1) * self._share
+        return OuterOptimizer(self._outer.lr * factor, self._outer.momentum)
+
+    def judged(self) -> list[Float32]:
+        return self._averages or self.theta
+
+    def _commit(self, commit: ev.Commit) -> None:
+        super()._commit(commit)
+        keep = self.levers.get("ema", 0.0)
+        if keep:
+            if not self._averages:
+                self._averages = [theta.copy() for theta in self.theta]
+            old, new = self._averages[commit.fragment], self.theta[commit.fragment]
+            self._averages[commit.fragment] = (keep * old + (1 - keep) * new).astype(new.dtype)

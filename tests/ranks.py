@@ -1,0 +1,227 @@
+"""Processes of one torch.distributed group (gloo), that play scenes of tests: `python -m tests.ranks FILE RANK SIZE`.
+
+A scene is a function below; its result, or its error's name and text, comes back as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import anabranch
+from anabranch.faults import arm_from_environment
+from anabranch.workers.feed import Feed
+from anabranch.workers.session import Session
+
+Result = dict[str, Any]
+
+
+# --- in the test's process ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ranks:
+    """The processes; `play` a scene on all of them at once."""
+
+    processes: list[subprocess.Popen[str]]
+
+    async def play(self, scene: str, url: str, **options: Any) -> list[Result]:
+        """What each rank made of the scene."""
+        self.begin(scene, url, **options)
+        return await asyncio.gather(*(asyncio.to_thread(self.result, rank) for rank in range(len(self.processes))))
+
+    def begin(self, scene: str, url: str, **options: Any) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([scene, url, options]) + "\n")
+            process.stdin.flush()
+
+    def result(self, rank: int) -> Result:
+        stdout = self.processes[rank].stdout
+        assert stdout is not None
+        for line in stdout:
+            if line.startswith("{"):
+                found: Result = json.loads(line)
+                return found
+        raise AssertionError(f"rank {rank} ended without a result")
+
+
+@contextmanager
+def started(folder: Path, size: int = 2) -> Iterator[Ranks]:
+    """`size` ranks that wait for scenes; ended with the block."""
+    command = [sys.executable, "-m", "tests.ranks", str(folder / "rendezvous")]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    try:
+        yield Ranks(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+# --- in the ranks' processes ----------------------------------------------------------------------------------
+
+
+def tiny(seed: int, hidden: int = 8) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of all parameters' bits."""
+    found = hashlib.sha256()
+    for name, parameter in model.state_dict().items():
+        found.update(name.encode() + parameter.numpy().tobytes())
+    return found.hexdigest()
+
+
+class Numbers:
+    """A shared dataset whose items are their own numbers."""
+
+    fingerprint = "0123456789abcdef"
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return self._items
+
+    def batch(self, indices: Any, epoch: int) -> list[int]:
+        return [int(index) for index in indices]
+
+
+def _step(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    generator = torch.Generator().manual_seed(int(session.tokens) * 2 + rank)
+    inputs = torch.randn(8, 4, generator=generator)
+    loss: Any = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    session.step(tokens=3 + rank, loss=float(1 + rank))
+
+
+def train(url: str, rank: int, *, tokens: int, name: str = "island", duty: float = 1.0) -> Result:
+    """DDP, until the run has merged so many tokens."""
+    model = DistributedDataParallel(tiny(rank))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = digest(model.module)
+    steps = 0
+    with anabranch.join(url, model, optimizer, name=name, duty=duty) as session:
+        begun = digest(model.module)
+        while session.tokens < tokens and not session.stopped:
+            _step(session, model, optimizer, rank)
+            steps += 1
+        return {
+            "before": before, "begun": begun, "after": digest(model.module), "steps": steps, "name": session.name,
+            "tokens": session.tokens, "kind": type(session).__name__, "stopped": session.stopped,
+            "warmth": session.warmth,
+        }  # fmt: skip
+
+
+def join(url: str, rank: int, *, hidden: list[int]) -> Result:
+    """Each rank with a model of its own size."""
+    with anabranch.join(url, tiny(0, hidden[rank]), name="island"):
+        return {}
+
+
+def join_sharded(url: str, rank: int) -> Result:
+    """A model whose parameters are spread over the ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny(0)
+    fully_shard(model)
+    with anabranch.join(url, model, name="island"):
+        return {}
+
+
+def own_batches(url: str, rank: int, *, counts: list[int]) -> Result:
+    """Each rank with so many batches of its own."""
+    model = tiny(0)
+    with anabranch.join(url, model, name="island") as session:
+        found = []
+        for batch in session.batches(range(counts[rank])):
+            session.step(1)
+            found.append(batch)
+        return {"batches": found, "stopped": session.stopped}
+
+
+def shared_batches(url: str, rank: int, *, items: int, batch: int) -> Result:
+    """One epoch of a shared dataset."""
+    model = tiny(0)
+    with anabranch.join(url, model, name="island") as session:
+        found: list[int] = []
+        for numbers in session.batches(Numbers(items), batch):
+            found += numbers
+            session.step(len(numbers))
+        return {"items": found, "stopped": session.stopped}
+
+
+def waits(url: str, rank: int, *, versions: int) -> Result:
+    """Rank 0 waits for data until it has adopted so many more versions of every fragment; then one step."""
+    model = tiny(0)
+    ours = Feed.next
+    with anabranch.join(url, model, name="island") as session:
+        begun = digest(model)
+        if rank == 0:
+            patience, until = time.monotonic() + 20, min(session.versions()) + versions
+
+            def late(feed: Feed, count: int, timeout_s: float) -> Any:
+                if min(session.versions()) < until and time.monotonic() < patience:
+                    time.sleep(timeout_s)
+                    return None
+                return ours(feed, count, timeout_s)
+
+            Feed.next = late  # type: ignore[method-assign,assignment]
+        try:
+            next(session.batches(Numbers(40), 1))
+        finally:
+            Feed.next = ours  # type: ignore[method-assign]
+        at_batch = digest(model)
+        session.step(1)
+        return {"moved": begun != at_batch, "at batch": at_batch}
+
+
+def breaks(url: str, rank: int) -> Result:
+    """Rank 0's background thread ends with an error, in the middle of training."""
+    model = tiny(0)
+    with anabranch.join(url, model, name="island") as session:
+        if rank == 0:
+            arm_from_environment({"ANABRANCH_FAIL_AT": "worker before upload:1:raise"})
+        while True:
+            session.step(4)
+
+
+def serve(file: str, rank: int, size: int) -> None:
+    """Play what is asked for on standard input."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    known = (train, join, join_sharded, own_batches, shared_batches, waits, breaks)
+    scenes = {scene.__name__: scene for scene in known}
+    for line in sys.stdin:
+        scene, url, options = json.loads(line)
+        try:
+            result = scenes[scene](url, rank, **options)
+        except Exception as error:
+            result = {"error": type(error).__name__, "text": str(error)}
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
