@@ -117,13 +117,7 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
         case ev.Close(incarnation=incarnation) | ev.TellClosed(incarnation=incarnation):
             return msg.Closed(incarnations=[incarnation], reason=instruction.reason)
         case ev.Grant():
-            return msg.Leases(
-                incarnation=instruction.incarnation,
-                timeline=instruction.timeline,
-                leases=list(instruction.leases),
-                exhausted=instruction.exhausted,
-                refused=instruction.refused,
-            )
+            return _leases(instruction)
         case ev.ChangeSetting(key=key, value=value):
             return msg.Setting(key=key, value=value)
         case ev.Announce(what=what):
@@ -131,6 +125,16 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
                 return msg.Stop(reason=instruction.reason)
             return msg.Pause() if what == "pause" else msg.Resume()
     return None
+
+
+def _leases(grant: ev.Grant) -> msg.Leases:
+    return msg.Leases(
+        incarnation=grant.incarnation,
+        timeline=grant.timeline,
+        leases=list(grant.leases),
+        exhausted=grant.exhausted,
+        refused=grant.refused,
+    )
 
 
 def _verdicts(verdicts: Sequence[ev.Verdict]) -> list[msg.Verdict]:

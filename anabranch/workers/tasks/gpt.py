@@ -10,7 +10,6 @@ positions were tried only with the poor initial weights, where they gained 0.06 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from anabranch.errors import SpecError
 from anabranch.workers.data import ByteCorpus, Bytes, load_corpus
 from anabranch.workers.shards import TokenWindows, text_folder
 from anabranch.workers.tasks.base import CosineSchedule, TokenBatch
+from anabranch.workers.tasks.options import read_options
 
 VOCABULARY = 256
 HELDOUT_WINDOWS = 128
@@ -71,20 +71,7 @@ class GPTConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> GPTConfig:
         """Check names and types of the options; SpecError names the key, the value and what is allowed."""
-        kinds = {entry.name: type(entry.default) for entry in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in options.items():
-            if name not in kinds:
-                raise SpecError(
-                    f"task.options.{name} = {value!r} is unknown: the task gpt knows {', '.join(sorted(kinds))}"
-                )
-            kind = kinds[name]
-            if kind is float and type(value) is int:
-                value = float(value)
-            if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-                raise SpecError(f"task.options.{name} = {value!r} is not of type {kind.__name__}")
-            values[name] = value
-        return cls(**values)
+        return read_options(cls, options, "gpt")
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
