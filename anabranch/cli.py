@@ -260,6 +260,9 @@ def worker(
     own_data: Annotated[
         bool, typer.Option("--own-data", help="train on data of this machine, not on what the run hands out")
     ] = False,
+    warm_start: Annotated[
+        bool, typer.Option("--warm-start", help="begin with the optimizer state of another worker, if one has it")
+    ] = False,
     model: Model = None,
     data: Data = None,
     lora: Lora = None,
@@ -280,6 +283,7 @@ def worker(
         batch=batch,
         offload_base=offload_base,
         own_data=own_data,
+        warm_start=warm_start,
         task_options=_task_options(model, data, lora),
     )
     run_worker(RunUrl.parse(url), options, ending)

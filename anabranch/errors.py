@@ -90,6 +90,10 @@ class UnusablePayload(PayloadError):
     """Wrong length, non-finite values, or a norm over the limit."""
 
 
+class StateUnusable(PayloadError):
+    """An optimizer's state that cannot be copied, or is not for this optimizer and model."""
+
+
 class MemberRefused(AnabranchError):
     """The synchronizer does not let this member in, or no longer."""
 

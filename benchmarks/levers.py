@@ -7,21 +7,43 @@
 | `settle` | from this share of the run on the merge is the plain average |
 | `end` | the outer learning rate falls linearly to this factor at the end of the run |
 | `slow` | a worker's inner learning rate times (1 / speed) to this power |
+| `emb` | 1: embeddings are merged radially, too |
+| `beta1`, `beta2` | of the inner AdamW |
+| `forget` | on adoption a fragment's inner momentum is multiplied with this |
 | `ema` | the judged model is an exponential average over versions with this factor |
 """
 
 from __future__ import annotations
 
+import torch
+
 from anabranch.merge.average import MergeRules, merge_fragment
+from anabranch.merge.fragments import Layout
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.model import Float32
 from anabranch.orchestrator import events as ev
+from anabranch.workers.tasks.gpt import GPT
+from anabranch.workers.torch_store import TorchStore
 from benchmarks.virtual import World
 
 
 def parse(text: str) -> dict[str, float]:
     """The levers of a run."""
     return {name: float(value) for name, value in (item.split("=") for item in text.split(",") if item)}
+
+
+class ForgetfulStore(TorchStore):
+    """Forgets inner momentum on adoption."""
+
+    def __init__(self, model: GPT, layout: Layout, optimizer: torch.optim.Optimizer, keep: float) -> None:
+        super().__init__(model, layout)
+        self._optimizer, self._keep = optimizer, keep
+
+    def load(self, fragment: int, theta: Float32) -> None:
+        super().load(fragment, theta)
+        for parameter, _, _ in self._parts[fragment]:
+            if (momentum := self._optimizer.state[parameter].get("exp_avg")) is not None:
+                momentum.mul_(self._keep)
 
 
 class LeverWorld(World):
@@ -43,6 +65,8 @@ class LeverWorld(World):
         weights = [weight**power for _, weight in order.parts]
         plain = self._share >= self.levers.get("settle", 2.0)
         rules = MergeRules(matrix="average") if plain else self._rules
+        if self.levers.get("emb"):
+            rules = MergeRules(matrix=rules.matrix, embedding="radial")
         deltas = [self._payloads[offer.entry] for offer, _ in order.parts]
         gradient = merge_fragment(self.layout.fragments[order.fragment], deltas, weights, rules)
         assert gradient is not None

@@ -28,7 +28,7 @@ from anabranch.workers.tasks.base import CosineSchedule, TokenBatch
 from anabranch.workers.tasks.gpt import GPT, GPTTask
 from anabranch.workers.torch_store import TorchStore, shapes
 from benchmarks import machine
-from benchmarks.levers import LeverWorld, parse
+from benchmarks.levers import ForgetfulStore, LeverWorld, parse
 from benchmarks.quality_plot import plot
 from benchmarks.quality_report import machine_of, rewrite, table, targets
 from benchmarks.virtual import World
@@ -101,13 +101,18 @@ class Training:
 
     def __init__(self, config: Config, names: list[str], state: dict[str, torch.Tensor]) -> None:
         self.rate_factor = 1.0
-        self.task = GPTTask({**MODEL, "batch": config.batch})
+        levers = parse(config.lever)
+        betas: dict[str, Any] = {name: levers[name] for name in ("beta1", "beta2") if name in levers}
+        self.task = GPTTask({**MODEL, "batch": config.batch, **betas})
         self.model: GPT = self.task.build_model()
         self.model.load_state_dict(state)
         self._schedule = CosineSchedule(config.inner_lr, config.inner_lr * config.floor, 50, 1000)
         self._optimizer = self.task.build_optimizer(self.model)
         self._data: list[Iterator[TokenBatch]] = [self.task.batches(config.seed, name) for name in names]
-        self.store = TorchStore(self.model, layout_for(config.spec(), shapes(self.model)))
+        layout = layout_for(config.spec(), shapes(self.model))
+        self.store = TorchStore(self.model, layout)
+        if "forget" in levers:
+            self.store = ForgetfulStore(self.model, layout, self._optimizer, levers["forget"])
 
     def step(self, share_done: float) -> tuple[int, float]:
         """One optimizer step on a batch of each worker's data; tokens and loss."""

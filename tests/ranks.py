@@ -116,21 +116,28 @@ def _step(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optim
     session.step(tokens=3 + rank, loss=float(1 + rank))
 
 
-def train(url: str, rank: int, *, tokens: int, name: str = "island", duty: float = 1.0) -> Result:
+def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Sums of what AdamW averages, by parameter."""
+    return [float(optimizer.state[p]["exp_avg"].sum()) for p in model.parameters() if p in optimizer.state]
+
+
+def train(
+    url: str, rank: int, *, tokens: int, name: str = "island", duty: float = 1.0, warm_start: bool = False
+) -> Result:
     """DDP, until the run has merged so many tokens."""
     model = DistributedDataParallel(tiny(rank))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = digest(model.module)
     steps = 0
-    with anabranch.join(url, model, optimizer, name=name, duty=duty) as session:
-        begun = digest(model.module)
+    with anabranch.join(url, model, optimizer, name=name, duty=duty, warm_start=warm_start) as session:
+        begun, averages, warmth = digest(model.module), moments(model, optimizer), session.warmth
         while session.tokens < tokens and not session.stopped:
             _step(session, model, optimizer, rank)
             steps += 1
         return {
             "before": before, "begun": begun, "after": digest(model.module), "steps": steps, "name": session.name,
             "tokens": session.tokens, "kind": type(session).__name__, "stopped": session.stopped,
-            "warmth": session.warmth,
+            "warmth": session.warmth, "warmth at first": warmth, "moments at first": averages,
         }  # fmt: skip
 
 

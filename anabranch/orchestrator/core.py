@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from anabranch.errors import SpecError
-from anabranch.orchestrator import membership, ranges, rounds, timelines
+from anabranch.orchestrator import membership, peers, ranges, rounds, timelines
 from anabranch.orchestrator.events import (
     Announce,
     Birth,
@@ -38,6 +38,8 @@ from anabranch.orchestrator.events import (
     RangesAsked,
     Returned,
     SetTimer,
+    StateAsked,
+    StateGiven,
     TimerFired,
     Troubled,
     Unreadable,
@@ -110,6 +112,10 @@ class Core:
                 yield from rounds.review_all(state, now)
             case RangesAsked():
                 yield from self._asked(event)
+            case StateAsked():
+                yield from peers.asked(state, event, now)
+            case StateGiven():
+                yield from peers.given(state, event)
             case InitOffered() | InitReady() | InitFailed():
                 yield from self._birth(event)
             case Unreadable():

@@ -137,6 +137,28 @@ class RangesAsked:
 
 
 @dataclass(frozen=True)
+class StateAsked:
+    """A joiner asks for a peer's inner optimizer state. `not_from`: incarnations."""
+
+    sender: str
+    incarnation: int
+    entry: bytes
+    not_from: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StateGiven:
+    """A peer answers with its state, or says why it has none (no claim)."""
+
+    sender: str
+    incarnation: int
+    entry: bytes
+    to: int
+    claim: Claim | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Unreadable:
     """An inbox entry that could not be decoded, or is not allowed there."""
 
@@ -243,6 +265,8 @@ Event = (
     | Declined
     | Left
     | RangesAsked
+    | StateAsked
+    | StateGiven
     | Unreadable
     | InitOffered
     | InitReady
@@ -459,6 +483,23 @@ class Grant(Instruction):
     leases: tuple[Lease, ...] = ()
     exhausted: bool = False
     refused: str = ""
+
+
+@dataclass(frozen=True)
+class AskState(Instruction):
+    """Ask a worker for its inner optimizer state, for the joiner `to`."""
+
+    incarnation: int
+    to: int
+
+
+@dataclass(frozen=True)
+class GiveState(Instruction):
+    """Tell the joiner `to` where the state of `incarnation` is, or why it gets none."""
+
+    incarnation: int  # 0: nobody's
+    to: int
+    claim: Claim | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ def read_inbox(entry: Entry, sender: str, run: str) -> events.Event:
                 wanted=message.wanted,
                 after=message.after,
             )
+        case messages.StateRequest():
+            return events.StateAsked(sender, message.incarnation, entry.id, tuple(message.not_from))
+        case messages.StateOffer():
+            return events.StateGiven(sender, message.incarnation, entry.id, message.to, message.claim, message.reason)
         case messages.Init():
             return events.InitOffered(sender, message.incarnation, entry.id, message)
         case _:

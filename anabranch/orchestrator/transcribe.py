@@ -118,6 +118,11 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
             return msg.Closed(incarnations=[incarnation], reason=instruction.reason)
         case ev.Grant():
             return _leases(instruction)
+        case ev.AskState(incarnation=incarnation, to=to):
+            return msg.SendState(incarnation=incarnation, to=to)
+        case ev.GiveState(incarnation=incarnation, to=to, claim=claim):
+            reason = "" if claim is not None else instruction.reason[:_REASON_LIMIT]
+            return msg.PeerState(to=to, incarnation=incarnation, claim=claim, reason=reason)
         case ev.ChangeSetting(key=key, value=value):
             return msg.Setting(key=key, value=value)
         case ev.Announce(what=what):
@@ -172,6 +177,8 @@ _KINDS: dict[type[ev.Instruction], str] = {
     ev.Reject: "rejected",
     ev.Settle: "settled",
     ev.AskAgain: "resend",
+    ev.AskState: "state asked",
+    ev.GiveState: "state given",
     ev.Gone: "gone",
     ev.Close: "closed",
     ev.TellClosed: "told closed",

@@ -165,6 +165,26 @@ class RangeRequest(Message):
     after: Count  # number of the newest lease taken: what was granted above it was not heard of
 
 
+class StateRequest(Message):
+    """A joiner asks for a peer's inner optimizer state (`--warm-start`), but not again for what did not help."""
+
+    type = "state_request"
+    introduced = 3
+    incarnation: Count
+    not_from: Annotated[list[Count], Field(max_length=16)] = []  # incarnations
+
+
+class StateOffer(Message):
+    """A peer's inner optimizer state for a joiner, or none and why."""
+
+    type = "state_offer"
+    introduced = 3
+    incarnation: Count
+    to: Count
+    claim: Claim | None = None
+    reason: Text = ""
+
+
 class Farewell(Message):
     """The member leaves; nothing follows."""
 
@@ -242,6 +262,26 @@ class SendInit(Message):
 
     type = "send_init"
     incarnation: Count
+
+
+class SendState(Message):
+    """Asks one worker for its inner optimizer state, for the joiner `to`."""
+
+    type = "send_state"
+    introduced = 3
+    incarnation: Count
+    to: Count
+
+
+class PeerState(Message):
+    """For the joiner `to`: where the inner optimizer state of `incarnation` is, or why there is none."""
+
+    type = "peer_state"
+    introduced = 3
+    to: Count
+    incarnation: Count  # whose it is; 0: nobody can be asked
+    claim: Claim | None = None
+    reason: Text = ""
 
 
 class Born(Message):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -36,7 +34,9 @@ from anabranch.workers.identity import Identity
 from anabranch.workers.initial import upload_initial
 from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
 from anabranch.workers.outbox import Outbox
+from anabranch.workers.registration import Registration
 from anabranch.workers.supply import Supply
+from anabranch.workers.warm_start import WarmStart, limit_bytes
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -47,8 +47,6 @@ log = logging.getLogger("anabranch.worker")
 
 BLOCK_MS = 1000
 KNOCK_S = 0.25
-REFUSED_HEARTBEATS = 6.0  # how long a passing refusal is waited for
-JITTER = 0.75, 1.25  # of the time until it is asked again: many may have come at the same moment
 LEAVE_S = 10.0  # for the last contributions and the farewell
 FAREWELL_S = 3.0  # of it, for the farewell alone; less if there is less than twice that
 _REASON_LIMIT = 200
@@ -74,8 +72,16 @@ def read_run_record(url: RunUrl) -> RunRecord:
 class Client:
     """One member. Use `open`, then `serve` until it returns; `learner` exists once the run is born."""
 
-    def __init__(self, url: RunUrl, identity: Identity, *, on_change: Callable[[], None] | None = None) -> None:
-        """`on_change` is called (in the I/O thread) when a call, a version or the end of the run arrived."""
+    def __init__(
+        self,
+        url: RunUrl,
+        identity: Identity,
+        *,
+        on_change: Callable[[], None] | None = None,
+        warm_start: bool = False,
+    ) -> None:
+        """`on_change` is called (in the I/O thread) when a call, a version or the end of the run arrived.
+        `warm_start`: ask for a peer's optimizer state when joining a run that is under way."""
         self.url = url
         self.identity = identity
         self.keys = Keys(url.run)
@@ -90,6 +96,7 @@ class Client:
         self.supply = Supply()
         self.outages = Outages(log)
         self._on_change = on_change or (lambda: None)
+        self.warm_start = WarmStart(warm_start, self._on_change)
         self._nonce = secrets.token_bytes(16)
         self._books: Books | None = None
         self._outbox: Outbox | None = None
@@ -147,11 +154,26 @@ class Client:
                 heartbeat_s = self.record.spec.workers.heartbeat_s if self.record is not None else 1.0
                 asking = self.supply.ask(self._standing, self._post, heartbeat_s)
                 self._tasks.create_task(asking, name="client: ask for data")
+                self._exchange_states(heartbeat_s)
                 await self._follow()
                 raise _Left
         except BaseExceptionGroup as group:
             if not isinstance(leaf(group), _Left):
                 raise leaf(group) from group
+
+    def _exchange_states(self, heartbeat_s: float) -> None:
+        assert self.record is not None
+        warm, ttl_s = self.warm_start, self.record.spec.limits.blob_ttl_s
+        if warm.over or not self.tokens or self.record.schema < messages.StateRequest.introduced:
+            warm.over = True
+        else:
+            tensors = [tensor for fragment in self._layout.fragments for tensor in fragment.tensors]
+            limit = limit_bytes(sum(fragment.size for fragment in self._layout.fragments), len(tensors))
+            seeking = warm.seek(self.incarnation, self._post, self.blobs, limit, heartbeat_s, self.outages)
+            self._tasks.create_task(seeking, name="client: seek a warm start")
+        name = self.identity.name
+        serving = warm.serve(name, lambda: self.incarnation, self._post, self.blobs, ttl_s, self.outages)
+        self._tasks.create_task(serving, name="client: help others to a warm start")
 
     async def _register(self) -> None:
         """Ask for an incarnation, knocking until welcomed; then read the state and adopt."""
@@ -162,6 +184,17 @@ class Client:
         self.record = await self._persist(lambda: read_run(self._redis, self.keys), "read the run") or self.record
         self._new_learner()
         self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
+        self.incarnation = await self._ask_to_join()
+        self._open_outbox()
+        await self._catch_up()
+        self.joined.set()
+        self.supply.hungry()
+
+    async def _tail(self) -> bytes:
+        return await last_id(self._redis, self.keys.broadcast)
+
+    async def _ask_to_join(self) -> int:
+        assert self.record is not None
         identity = self.identity
         request = messages.Register(
             nonce=self._nonce,
@@ -173,44 +206,25 @@ class Client:
             device=identity.device,
             release=VERSION,
         )
-        self.incarnation = await self._await_welcome(request)
-        self._open_outbox()
-        await self._catch_up()
-        self.joined.set()
-        self.supply.hungry()
-
-    async def _tail(self) -> bytes:
-        return await last_id(self._redis, self.keys.broadcast)
-
-    async def _await_welcome(self, request: messages.Register) -> int:
-        """Register and knock until welcomed. A refusal that may pass is waited for a while: whoever was killed and
-        started again under its name has to outlive its former self, which ages only while somebody leads."""
-        assert self.record is not None
         heartbeat_s = self.record.spec.workers.heartbeat_s
-        ask_at, refused_at, refused_s = 0.0, None, 0.0
-        while True:
-            if time.monotonic() >= ask_at:
-                await self._post(request)
-                ask_at = time.monotonic() + heartbeat_s * random.uniform(*JITTER)
-            await self._persist(lambda: self._redis.publish(self.keys.knock, self.identity.name), "knock")
-            entries = await self._persist(lambda: self._read(int(KNOCK_S * 1000)), "wait", reading=True)
-            if self._cut_off:
-                self._cut_off = False
-                self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
-            for _number, message in entries:
-                if isinstance(message, messages.Welcome) and message.nonce == self._nonce:
-                    log.info("joined run %s as %s, incarnation %d", self.keys.run, message.name, message.incarnation)
-                    return message.incarnation
-                if isinstance(message, messages.Stop):  # nobody may be left who could answer
-                    self._stop(message.reason)
-                    raise _Left
-                if isinstance(message, messages.Refused) and message.nonce == self._nonce:
-                    now = time.monotonic()
-                    refused_s += min(now - refused_at, 2 * heartbeat_s) if refused_at is not None else 0.0
-                    refused_at = now
-                    if not message.retry or refused_s > REFUSED_HEARTBEATS * heartbeat_s:
-                        await self._refused(message)
-                    log.debug("not let in yet: %s", message.reason)
+        match await Registration(request, heartbeat_s, self._post, self._knock).answer():
+            case messages.Welcome(name=name, incarnation=incarnation):
+                log.info("joined run %s as %s, incarnation %d", self.keys.run, name, incarnation)
+                return incarnation
+            case messages.Refused() as refused:
+                await self._refused(refused)
+            case messages.Stop(reason=reason):
+                self._stop(reason)
+        raise _Left
+
+    async def _knock(self) -> list[messages.Message]:
+        """Make the synchronizer look into our inbox, and read what it says soon after that."""
+        await self._persist(lambda: self._redis.publish(self.keys.knock, self.identity.name), "knock")
+        entries = await self._persist(lambda: self._read(int(KNOCK_S * 1000)), "wait", reading=True)
+        if self._cut_off:
+            self._cut_off = False
+            self._broadcast.rewind(self.keys.broadcast, await self._persist(self._tail, "read the run"))
+        return [message for _, message in entries]
 
     async def _refused(self, message: messages.Refused) -> None:
         """Raise what the synchronizer said, or better: which tensor is to blame."""
@@ -308,6 +322,8 @@ class Client:
                 await self._outbox.send_again(message.fragment, message.base)
             case messages.Leases() if message.incarnation == self.incarnation:
                 self.supply.answered(message)
+            case messages.SendState() | messages.PeerState():
+                self.warm_start.heard(message, self.incarnation)
             case messages.SendInit() if message.incarnation == self.incarnation:
                 self._answer_init()
             case messages.Born():
@@ -358,7 +374,8 @@ class Client:
         self.tokens, self.paused = snapshot.tokens, snapshot.paused
         if snapshot.stopped:
             self._stop("the run has stopped")
-        if self.joined.is_set() and (reason := self._lost_ground(snapshot)) is not None:
+        reason = self.learner.lost_to(snapshot, self._timeline) if self.joined.is_set() and self.learner else None
+        if reason is not None:
             if self._leaving:
                 return
             await self._come_back(reason, farewell=snapshot.outcomes is not None)
@@ -388,24 +405,6 @@ class Client:
 
     async def _snapshot(self) -> Snapshot | None:
         return await read_snapshot(self._redis, self.keys, self.incarnation, self._nonce)
-
-    def _lost_ground(self, snapshot: Snapshot) -> str | None:
-        """Why nothing of ours can go on: the run does not know us, or went back to before what we have seen."""
-        if snapshot.outcomes is None:
-            return "unknown to the run"
-        if snapshot.timeline == self._timeline:
-            return None
-        assert self.learner is not None
-        books = self.learner.books
-        for fragment, record in enumerate(snapshot.fragments):
-            held = books.version(fragment)
-            other_bits = held == record.version and not self.learner.holds(fragment, held, record.theta.digest)
-            if other_bits or max([held, *books.waiting(fragment)]) > record.version:
-                return f"a new timeline ({snapshot.timeline}) does not have what fragment {fragment} is based on"
-            known = {base for base, _, _ in snapshot.outcomes.get(fragment, [])}  # the newest; bases only rise
-            if (told := books.told(fragment)) is not None and told not in known and told >= min(known, default=0):
-                return f"a new timeline ({snapshot.timeline}) lost an outcome of fragment {fragment}"
-        return None
 
     def _take_outcomes(self, snapshot: Snapshot) -> None:
         assert self._books is not None

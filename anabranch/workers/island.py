@@ -38,6 +38,7 @@ from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices
 from anabranch.workers.client import LEAVE_S
+from anabranch.workers.optimizer_state import load_state
 from anabranch.workers.session import LOSS_EVERY_S, REWARM_STEPS, Session
 from anabranch.workers.torch_store import shapes, trainable
 
@@ -73,6 +74,7 @@ class _Introduction:
     fragments: list[list[str]]  # names of the parameters in each
     cold: bool
     hands_out_data: bool
+    peer_state: bytes | None  # taken over for a warm start
 
 
 class _Numbers:
@@ -139,6 +141,8 @@ class Island(Session):
         if not isinstance(told, _Introduction):
             raise _from_wire(told)
         self._introduced = introduction = told
+        if introduction.peer_state is not None and self._leader is None:
+            load_state(self._model, self.optimizer, memoryview(introduction.peer_state))
         parameters = dict(trainable(self._model))
         self._parts = [[parameters[name] for name in names] for names in introduction.fragments]
         self._share()
@@ -306,7 +310,8 @@ class Island(Session):
         assert record is not None
         layout = layout_for(record.spec, shapes(self._model))
         names = [[tensor.name for tensor in fragment.tensors] for fragment in layout.fragments]
-        return _Introduction(leader.name, names, leader._cold, leader.hands_out_data)
+        state = bytes(leader.peer_state) if leader.peer_state is not None else None
+        return _Introduction(leader.name, names, leader._cold, leader.hands_out_data, state)
 
     def _introduction(self) -> _Introduction:
         if self._introduced is None:

@@ -6,6 +6,7 @@ back contributions. Neither ever waits for the other.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from threading import Lock
 
 from anabranch.merge.codecs import Codec, decode, encode
-from anabranch.queue import messages
+from anabranch.queue import messages, records
 from anabranch.workers.adoption import Adoption, Float32, ParameterStore
 from anabranch.workers.books import Books, Snapshot
 
 SPACING_FACTOR = 0.25  # of the moving average of time between calls
+LONG_STEP = 0.5  # of that time: a worker with shorter steps answers soon enough at its boundaries
+EARLY = 0.25  # of that time: calls may come earlier than expected
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,9 @@ class _Copy:
 class Learner:
     """The parameters of one incarnation, its books, and its two mailboxes.
 
-    A worker whose step takes longer than the time between calls would answer most of them too late. So at each
-    boundary it copies the fragments that fall due before the next one, and the I/O thread answers from those.
+    A worker whose steps are long, compared with the time between calls, would answer late, and everybody trains on
+    meanwhile what is lost when the merged fragment arrives. So at each boundary it copies the fragments that are
+    likely to be called for before the next one, and the I/O thread answers from those.
     """
 
     def __init__(
@@ -218,6 +222,24 @@ class Learner:
             return None  # an earlier contribution on this base was merged meanwhile
         return self._outgoing(call.fragment, call.round, copy, loss)
 
+    def lost_to(self, state: records.Snapshot, timeline: str) -> str | None:
+        """For the I/O thread: why nothing of ours can go on. The run as `state` shows it does not know us, or went
+        back to before what we have seen. `timeline`: the one followed so far."""
+        if state.outcomes is None:
+            return "unknown to the run"
+        if state.timeline == timeline:
+            return None
+        for fragment, record in enumerate(state.fragments):
+            held = self.books.version(fragment)
+            other_bits = held == record.version and not self.holds(fragment, held, record.theta.digest)
+            if other_bits or max([held, *self.books.waiting(fragment)]) > record.version:
+                return f"a new timeline ({state.timeline}) does not have what fragment {fragment} is based on"
+            known = {base for base, _, _ in state.outcomes.get(fragment, [])}  # the newest; bases only rise
+            told = self.books.told(fragment)
+            if told is not None and told not in known and told >= min(known, default=0):
+                return f"a new timeline ({state.timeline}) lost an outcome of fragment {fragment}"
+        return None
+
     def farewell(self) -> list[Outgoing]:
         """Leaving: a last contribution for each fragment that has tokens and none in flight."""
         last = []
@@ -239,12 +261,14 @@ class Learner:
 
     def _copy_due(self, step_s: float) -> None:
         with self._lock:
-            spacing_s, first = self._spacing_s, self._next_fragment
+            heard_at, spacing_s, first = self._heard_at, self._spacing_s, self._next_fragment
             self._copies.clear()  # those of the boundary before are stale
-        if spacing_s is None or step_s <= spacing_s:
+        if heard_at is None or spacing_s is None or step_s <= LONG_STEP * spacing_s:
             return
         count = len(self.books)
-        due = min(count, int(step_s / max(spacing_s, 1e-6)))
+        spacing_s = max(spacing_s, 1e-6)
+        calls = (self._clock() + step_s - heard_at) / spacing_s + EARLY  # until the next boundary, since the last one
+        due = min(count, int(calls), math.ceil(step_s / spacing_s) + 1)  # none may come for long, as in a pause
         for fragment in ((first + offset) % count for offset in range(due)):
             if self.books.version(fragment) >= 0 and self.books.holds(fragment) > 0:
                 copy = self._copy(fragment)

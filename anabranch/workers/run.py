@@ -48,6 +48,7 @@ class MemberOptions:
     task: str | None = None  # overrides the run's task: `module:Class`
     batch: str | None = None  # items per step, or `auto`; None: as the task says
     offload_base: bool = False  # keep the base on the host
+    warm_start: bool = False  # take over a peer's optimizer state
     own_data: bool = False  # train on the task's own batches, not on what the run hands out
     task_options: dict[str, Any] = field(default_factory=dict)  # of this machine; they go before the run's
     prompt: str | None = None  # evaluator: text to continue after each measurement
@@ -141,6 +142,7 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
         device=device,
         duty=options.duty,
         offload_base=options.offload_base,
+        warm_start=options.warm_start,
     )
     with session as s:
         ending.session, ending.joined = s, True

@@ -22,7 +22,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast, overload
 
-from anabranch.errors import LayoutMismatch, MemberRefused, UsageError
+from anabranch.errors import LayoutMismatch, MemberRefused, StateUnusable, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
 from anabranch.queue import messages
@@ -32,6 +32,7 @@ from anabranch.workers.feed import Feed
 from anabranch.workers.identity import Identity, default_name
 from anabranch.workers.learner import Learner, Outgoing, Refusal
 from anabranch.workers.torch_store import TorchStore, shapes
+from anabranch.workers.warm_start import WAIT_S, Pack
 
 if TYPE_CHECKING:
     import torch
@@ -65,16 +66,23 @@ class Session:
         device: str = "",
         duty: float = 1.0,
         offload_base: bool = False,
+        warm_start: bool = False,
     ) -> None:
         """Prepare; `start` joins. `duty`: share of the time spent training, the rest is rested away.
-        `offload_base`: keep the base of each fragment on the host (`TorchStore`)."""
+        `offload_base`: keep the base of each fragment on the host (`TorchStore`). `warm_start`: take over the
+        optimizer state of a peer, if the run is under way and one has it; needs `optimizer`."""
+        if warm_start and optimizer is None:
+            raise UsageError("warm_start=True: the session has to be given the optimizer")
         self._offload_base = offload_base
         self._url = url if isinstance(url, RunUrl) else RunUrl.parse(url)
         self._model = model
         self.optimizer = optimizer
         self._wake = threading.Event()
         self._client = Client(
-            self._url, Identity(name or default_name(), label, role, device), on_change=self._wake.set
+            self._url,
+            Identity(name or default_name(), label, role, device),
+            on_change=self._wake.set,
+            warm_start=warm_start,
         )
         self._duty = duty
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,6 +94,7 @@ class Session:
         self._began = self._last = 0.0
         self._steps = 0
         self._cold = False  # joined a run that was under way, with a fresh optimizer
+        self.peer_state: memoryview | None = None  # that was taken over for a warm start
         self._loss: torch.Tensor | float | None = None
         self._loss_at = 0.0
 
@@ -102,9 +111,18 @@ class Session:
             if self._thread is None:
                 raise UsageError("the session was closed before it had joined the run")
             self._boundary()
-        self._began = self._last = time.monotonic()
         self._cold = self.tokens > 0
+        self._await_warmth()
+        self._began = self._last = time.monotonic()
         return self
+
+    def _await_warmth(self) -> None:
+        until = time.monotonic() + WAIT_S
+        while self._cold and not self._client.warm_start.over and not self.stopped and time.monotonic() < until:
+            self._wake.wait(JOIN_POLL_S)
+            self._wake.clear()
+            self._check()
+            self._boundary()
 
     def close(self, reason: str = "done", *, drain_s: float = LEAVE_S, contribute: bool = True) -> None:
         """Send a last contribution for each fragment, say farewell and end the background thread, within `drain_s`.
@@ -337,12 +355,38 @@ class Session:
         learner = self._client.learner
         if learner is None:
             return []
+        self._exchange_state()
         loss = self._client.vitals.loss
 
         def send(item: Outgoing | Refusal) -> None:
             self._call_soon(lambda: self._client.submit(learner, item))
 
         return learner.boundary(loss, send, step_s)
+
+    def _exchange_state(self) -> None:
+        """Optimizer state: ours for a joiner, or a peer's for us."""
+        warm = self._client.warm_start
+        if not warm.wanted and warm.arrived is None:
+            return
+        from anabranch.workers.optimizer_state import copy_state, load_state, pack
+
+        if warm.wanted:
+            warm.wanted = False
+            try:
+                mine: Pack | str = partial(pack, copy_state(self._model, self.optimizer))
+            except StateUnusable as error:
+                mine = str(error)
+            self._call_soon(partial(warm.give, mine))
+        if (data := warm.arrived) is not None:
+            warm.arrived, reason = None, None
+            if self.warmth < 1.0:  # else it has warmed up by itself meanwhile
+                try:
+                    count = load_state(self._model, self.optimizer, data)
+                    log.info("warm start: a peer's optimizer state for %d parameters", count)
+                    self._cold, self.peer_state = False, data
+                except StateUnusable as error:
+                    reason = str(error)
+            self._call_soon(partial(warm.tried, reason))
 
     def _rest(self, seconds: float) -> None:
         """Rest for a duty cycle, but answer calls: between two steps every moment is a boundary."""
@@ -380,6 +424,7 @@ def join(
     label: str = "",
     duty: float = 1.0,
     offload_base: bool = False,
+    warm_start: bool = False,
 ) -> Session:
     """Join a run with a model of your own and adopt the global parameters.
 
@@ -388,6 +433,8 @@ def join(
     `MemberRefused`, `UsageError` (a bad name or URL, a sharded model) or `ServerError`.
 
     `duty`: share of the time spent training. `offload_base`: keep 4 bytes per parameter on the host, not the device.
+    `warm_start`: if the run is under way, take over the optimizer state of a peer (of the same kind of optimizer)
+    instead of warming up; waits at most 20 s for it.
 
     Where torch.distributed is initialised with several processes (torchrun), these are one worker: every rank calls
     this, and then the session's methods, together. See `anabranch.workers.island`.
@@ -402,5 +449,15 @@ def join(
         kind: type[Session] = Island
     else:
         kind = Session
-    session = kind(url, model, optimizer, name=name, label=label, device=device, duty=duty, offload_base=offload_base)
+    session = kind(
+        url,
+        model,
+        optimizer,
+        name=name,
+        label=label,
+        device=device,
+        duty=duty,
+        offload_base=offload_base,
+        warm_start=warm_start,
+    )
     return session.start()

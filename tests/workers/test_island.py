@@ -17,8 +17,10 @@ from anabranch.workers.island import Island
 from anabranch.workers.session import Session
 from anabranch.workers.torch_store import shapes
 from tests.harness import Bench, bench, make_spec
-from tests.ranks import Ranks, started, tiny
+from tests.ranks import Ranks, moments, started, tiny
 from tests.wait import wait_until
+from tests.workers.test_session import joined
+from tests.workers.test_warm_start import adamw, optimize, stepping, warm_up
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,19 @@ async def test_an_island_joins_a_run_that_is_under_way(run_url: str, run_name: s
         assert zero["begun"] not in (zero["before"], one["before"])
         assert zero["after"] == one["after"]
         assert run.state.counts.get("ledger mismatches", 0) == 0
+
+
+async def test_all_ranks_begin_with_a_peers_optimizer_state(run_url: str, run_name: str, ranks: Ranks) -> None:
+    model = tiny(0)
+    optimizer = adamw(model)
+    optimize(model, optimizer, steps=5)
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", model, optimizer=optimizer) as giver:
+        await warm_up(run, giver, model)
+        async with stepping(giver):
+            results = await ranks.play("train", run_url, tokens=giver.tokens + 1, warm_start=True)
+        for result in results:
+            assert result["moments at first"] == moments(model, optimizer)
+            assert result["warmth at first"] == 1.0
 
 
 async def test_what_refuses_rank_0_is_raised_on_all_ranks(run_url: str, run_name: str, ranks: Ranks) -> None:

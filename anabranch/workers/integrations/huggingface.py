@@ -62,10 +62,11 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         name: str | None = None,
         label: str = "",
         duty: float = 1.0,
+        warm_start: bool = False,
         tokens: Callable[[Mapping[str, Any]], Count] | None = None,
         learning_rate: Callable[[int], float] | None = None,
     ) -> None:
-        """`url`, `name`, `label`, `duty`: as for `anabranch.join`.
+        """`url`, `name`, `label`, `duty`, `warm_start`: as for `anabranch.join`.
 
         `tokens`: from a model's keyword arguments (one micro-batch) how many tokens it trains on, at least 0.
         `learning_rate`: from the tokens that the whole run has merged to the rate of every parameter group, instead
@@ -73,7 +74,7 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """
         self.session: Session | None = None
         self._url = url
-        self._options: dict[str, Any] = {"name": name, "label": label, "duty": duty}
+        self._options: dict[str, Any] = {"name": name, "label": label, "duty": duty, "warm_start": warm_start}
         self._count_tokens = tokens
         self._learning_rate = learning_rate
         self._counter: _Counter | None = None

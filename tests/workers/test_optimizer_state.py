@@ -1,0 +1,153 @@
+"""An optimizer's state on its way to another worker: everything that matters arrives, and nothing bad is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from anabranch.errors import StateUnusable
+from anabranch.workers.optimizer_state import ABOUT, copy_state, load_state, pack
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+KINDS: dict[str, Make] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+}
+
+
+def tiny() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def made(kind: str = "AdamW") -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    model = tiny()
+    return model, KINDS[kind]([p for p in model.parameters() if p.requires_grad])
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def warmed(kind: str = "AdamW") -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    model, optimizer = made(kind)
+    train(model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_peers_state_the_next_steps_are_the_peers(kind: str) -> None:
+    giver, its = warmed(kind)
+    taker, ours = made(kind)
+    taker.load_state_dict(giver.state_dict())
+    assert load_state(taker, ours, pack(copy_state(giver, its))) == 3
+    for model, optimizer in ((giver, its), (taker, ours)):
+        train(model, optimizer, seed=1)
+    for one, other in zip(giver.parameters(), taker.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_copy_does_not_change_with_the_original() -> None:
+    model, optimizer = warmed()
+    before = bytes(pack(state := copy_state(model, optimizer)))
+    train(model, optimizer)
+    assert bytes(pack(state)) == before
+
+
+def test_settings_of_parameter_groups_stay_ours() -> None:
+    giver, its = warmed()
+    taker, ours = made()
+    ours.param_groups[0]["lr"] = 0.5
+    load_state(taker, ours, pack(copy_state(giver, its)))
+    assert ours.param_groups[0]["lr"] == 0.5
+
+
+def test_parameters_may_be_grouped_and_ordered_otherwise() -> None:
+    giver, its = warmed()
+    taker = tiny()
+    free = [p for p in taker.parameters() if p.requires_grad]
+    ours = torch.optim.AdamW([{"params": free[:0:-1]}, {"params": free[:1]}], lr=0.1)
+    load_state(taker, ours, pack(copy_state(giver, its)))
+    for (name, one), (_, other) in zip(giver.named_parameters(), taker.named_parameters(), strict=True):
+        if one.requires_grad:
+            assert torch.equal(its.state[one]["exp_avg"], ours.state[other]["exp_avg"]), name
+
+
+class Wrapped(torch.optim.SGD):
+    """As `accelerate` wraps optimizers."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        self.optimizer = inner
+
+
+def test_a_wrapped_optimizer_is_looked_into() -> None:
+    giver, its = warmed()
+    taker, ours = made()
+    assert load_state(taker, Wrapped(ours), pack(copy_state(giver, Wrapped(its)))) == 3
+    assert len(ours.state) == 3
+
+
+def test_without_state_there_is_nothing_to_give() -> None:
+    model, optimizer = made()
+    with pytest.raises(StateUnusable, match="AdamW keeps no state"):
+        copy_state(model, optimizer)
+    with pytest.raises(StateUnusable, match="was not given its optimizer"):
+        copy_state(model, None)
+
+
+# --- what is refused, and then nothing has changed --------------------------------------------------------
+
+
+def spoilt(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> memoryview:
+    tensors = load(bytes(pack(copy_state(*warmed()))))
+    tensors[name] = change(tensors[name]).contiguous()
+    return memoryview(save(tensors))
+
+
+SPOILT = {
+    "a value that is not finite": (spoilt("0.weight/exp_avg", lambda t: t * float("nan")), "not finite"),
+    "a negative second moment": (spoilt("0.weight/exp_avg_sq", lambda t: -t - 1), "below zero"),
+    "another shape": (spoilt("0.weight/exp_avg", lambda t: t.repeat(2, 1)), "shape"),
+    "no steps": (spoilt("0.weight/step", lambda t: t * 0), "no count of steps"),
+    "other parameters": (
+        memoryview(save({"x/exp_avg": torch.zeros(1), ABOUT: copy_state(*warmed())[ABOUT]})),
+        "other parameters",
+    ),
+    "no description": (memoryview(save({"0.weight/exp_avg": torch.zeros(3, 4)})), "cannot be read"),
+    "a description that is none": (
+        memoryview(save({ABOUT: torch.frombuffer(bytearray(json.dumps([]).encode()), dtype=torch.uint8)})),
+        "the peer's optimizer is",
+    ),
+    "no safetensors": (memoryview(b"nonsense" * 4), "cannot be read"),
+    "nothing": (memoryview(b""), "cannot be read"),
+    "another kind": (
+        pack(copy_state(*warmed("SGD with momentum"))),
+        "the peer's optimizer is .*SGD.*ours is .*AdamW",
+    ),
+    "other averages": (pack(copy_state(*warmed("AdamW amsgrad"))), "amsgrad"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_this_is_refused(what: str) -> None:
+    data, words = SPOILT[what]
+    model, optimizer = warmed()
+    before = bytes(pack(copy_state(model, optimizer)))
+    with pytest.raises(StateUnusable, match=words):
+        load_state(model, optimizer, data)
+    assert bytes(pack(copy_state(model, optimizer))) == before
