@@ -7,6 +7,8 @@
 | `settle` | from this share of the run on the merge is the plain average |
 | `end` | the outer learning rate falls linearly to this factor at the end of the run |
 | `slow` | a worker's inner learning rate times (1 / speed) to this power |
+| `rho` | norm of a merged tensor between the average's (0) and the radial one (1), geometrically; all tensors |
+| `agree` | each coordinate of the merged direction times its workers' agreement, ∣Σwφ∣ / √Σwφ², to this power |
 | `emb` | 1: embeddings are merged radially, too |
 | `beta1`, `beta2` | of the inner AdamW |
 | `forget` | on adoption a fragment's inner momentum is multiplied with this |
@@ -15,10 +17,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from anabranch.merge.average import MergeRules, merge_fragment
-from anabranch.merge.fragments import Layout
+from anabranch.merge.fragments import Fragment, Layout
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.model import Float32
 from anabranch.orchestrator import events as ev
@@ -30,6 +33,20 @@ from benchmarks.virtual import World
 def parse(text: str) -> dict[str, float]:
     """The levers of a run."""
     return {name: float(value) for name, value in (item.split("=") for item in text.split(",") if item)}
+
+
+def agreed(fragment: Fragment, deltas: list[Float32], weights: list[float], power: float) -> Float32:
+    """Radial, with a direction that leans to where the workers agree."""
+    shares = np.array(weights) / sum(weights)
+    merged = np.zeros(fragment.size, np.float32)
+    for _, start, stop in fragment.segments:
+        part = np.stack([delta[start:stop] for delta in deltas])
+        norms = np.linalg.norm(part, axis=1)
+        units = part / np.maximum(norms, 1e-30)[:, None]
+        mean, square = shares @ units, shares @ units**2
+        direction = mean * (np.abs(mean) / np.sqrt(np.maximum(square, 1e-60))) ** power
+        merged[start:stop] = direction * (shares @ norms / max(float(np.linalg.norm(direction)), 1e-30))
+    return merged
 
 
 class ForgetfulStore(TorchStore):
@@ -68,7 +85,19 @@ class LeverWorld(World):
         if self.levers.get("emb"):
             rules = MergeRules(matrix=rules.matrix, embedding="radial")
         deltas = [self._payloads[offer.entry] for offer, _ in order.parts]
-        gradient = merge_fragment(self.layout.fragments[order.fragment], deltas, weights, rules)
+        fragment = self.layout.fragments[order.fragment]
+        gradient = merge_fragment(fragment, deltas, weights, rules)
+        if power := self.levers.get("agree", 0.0):
+            gradient = agreed(fragment, deltas, weights, power)
+        if (rho := self.levers.get("rho")) is not None:
+            radial = merge_fragment(fragment, deltas, weights, MergeRules(embedding="radial"))
+            average = merge_fragment(fragment, deltas, weights, MergeRules(matrix="average"))
+            assert radial is not None
+            assert average is not None
+            gradient = radial
+            for _, start, stop in fragment.segments:
+                short, long = float(np.linalg.norm(average[start:stop])), float(np.linalg.norm(radial[start:stop]))
+                gradient[start:stop] *= (short / max(long, 1e-30)) ** (1 - rho)
         assert gradient is not None
         return gradient
 

@@ -15,7 +15,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,12 @@ class Config:
     config: str = "decoupled"
     speeds: tuple[float, ...] = UNEQUAL[4]
     H: int = 24
-    P: int = 8
+    P: int = 24
     K: int | str = 1
     grace: float = 0.8
     tau: int = 2
     merge: str = "radial"
+    embedding: str = "radial"
     adoption: str = "overwrite"
     alpha: float = 0.5
     outer_lr: float = 1.0
@@ -81,6 +84,7 @@ class Config:
                 },
                 "merge": {
                     "matrix": self.merge,
+                    "embedding": self.embedding,
                     "outer_lr": self.outer_lr,
                     "outer_momentum": self.outer_momentum,
                     "embedding_tensors": ["embeddings*"],
@@ -234,27 +238,45 @@ def of_twin(config: Config, records: list[dict[str, Any]]) -> dict[str, Any] | N
     }
 
 
-def run_all(configs: list[Config], path: Path) -> None:
-    """Run what is missing, and keep each as soon as it is there."""
-    began, finished = time.monotonic(), 0
-    for number, config in enumerate(configs):
-        records = done(path)
-        known = {record["key"] for record in records}
-        if config.key in known:
-            continue
-        left = sum(later.key not in known for later in configs[number:])
+def run_all(configs: list[Config], path: Path, processes: int = 1) -> None:
+    """Run what is missing, `processes` at a time, and keep each as soon as it is there."""
+    known = {record["key"] for record in done(path)}
+    missing = [config for config in configs if config.key not in known]
+    runs = [config for config in missing if not _has_twin(config, configs)]
+    began = time.monotonic()
+    for number, (config, record) in enumerate(_finished(runs, processes), start=1):
+        _keep(record, path)
+        left_s = (time.monotonic() - began) / number * (len(runs) - number)
+        what = f"{json.dumps(differs(config))} {record['heldout_loss']:.4f}"
+        sys.stderr.write(f"\r{number}/{len(runs)} {what}, {left_s / 60:.0f} min left\n")
+    for config in missing:
+        if config not in runs and (twin := of_twin(config, done(path))) is not None:
+            _keep(twin, path)
 
-        def show(share: float, loss: float) -> None:
-            a_run = (time.monotonic() - began) / (finished + share)  # noqa: B023
-            line = f"{number + 1}/{len(configs)} {config.config} seed {config.seed} {share:4.0%}: {loss:.4f}"  # noqa: B023
-            sys.stderr.write(f"\r{line}, {a_run * (left - share) / 60:.0f} min left   ")  # noqa: B023
 
-        record = of_twin(config, records) or run(config, show)
-        finished += record["seconds"] > 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        sys.stderr.write(f"\n{json.dumps(differs(config))} {record['heldout_loss']:.4f}\n")
+def _finished(configs: list[Config], processes: int) -> Iterator[tuple[Config, dict[str, Any]]]:
+    """Each run as soon as it is done."""
+    if processes == 1:
+        yield from ((config, run(config, _show)) for config in configs)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(run, config): config for config in configs}
+        for finished in as_completed(waiting):
+            yield waiting[finished], finished.result()
+
+
+def _has_twin(config: Config, configs: list[Config]) -> bool:
+    return config.config == "single" and replace(config, config="sync_dp") in configs
+
+
+def _keep(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _show(share: float, loss: float) -> None:
+    sys.stderr.write(f"\r{share:4.0%}: {loss:.4f}")
 
 
 def official() -> list[Config]:
@@ -270,21 +292,23 @@ def official() -> list[Config]:
     return [
         *(replace(c, config=name) for c in seeds(3) for name in ("sync_dp", "decoupled", "fastest_alone", "single")),
         *seeds(3, steps=STEPS * 12 // 10),  # 0.6 of sync_dp's time
-        *(c for name in ("rebase", "blend") for c in seeds(3, adoption=name)),
         *(c for quorum in ("all", 1) for c in seeds(3, K=quorum, grace=0.0)),
-        *seeds(3, merge="average"),
-        *seeds(3, outer_lr=0.7, outer_momentum=0.5),
+        *seeds(3, adoption="rebase"),
+        *seeds(2, adoption="blend"),
+        *seeds(2, merge="average", embedding="average"),
+        *seeds(2, embedding="average"),
+        *seeds(2, outer_lr=0.7, outer_momentum=0.5),
         *(c for inner_steps in (8, 100) for c in seeds(2, H=inner_steps)),
-        *(c for fragments in (1, 24) for c in seeds(2, P=fragments)),
-        *seeds(2, tau=1),
+        *(c for fragments in (1, 8) for c in seeds(2, P=fragments)),
+        *pair(1, UNEQUAL[8]),
+        *pair(1, UNEQUAL[2]),
+        *(c for count in (4, 8, 2) for c in pair(1, (1.0,) * count)),
         *(
             c
             for lr, momentum in ((0.7, 0.0), (1.0, 0.3), (0.7, 0.9))
             for c in seeds(1, outer_lr=lr, outer_momentum=momentum)
         ),
-        *pair(2, UNEQUAL[2]),
-        *pair(2, UNEQUAL[8]),
-        *(c for count in (2, 4, 8) for c in pair(1, (1.0,) * count)),
+        *seeds(1, tau=1),
     ]
 
 
@@ -315,9 +339,11 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="the official runs that are missing")
     parser.add_argument("--report", action="store_true", help="table and plot from what is there")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
-    configs = [replace(Config(), **_pairs(item)) for item in options.tried] + (official() if options.all else [])
-    run_all(configs, options.out)
+    tried = [replace(Config(), **_pairs(item)) for item in options.tried]
+    configs = tried + (official() if options.all else [])
+    run_all(configs, options.out, options.processes)
     if options.report:
         report(options.out)
 

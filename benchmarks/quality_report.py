@@ -19,6 +19,7 @@ FACTORS = (
     "grace",
     "tau",
     "merge",
+    "embedding",
     "adoption",
     "alpha",
     "outer_lr",

@@ -21,11 +21,18 @@ from anabranch.queue.embedded import EmbeddedServer, ServerOptions
 ServerFactory = Callable[..., EmbeddedServer]
 
 _SEED = pytest.StashKey[int]()
+_SEED_FROM_MAIN = "anabranch_seed"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    given = os.environ.get("ANABRANCH_SEED")
+    given = os.environ.get("ANABRANCH_SEED") or getattr(config, "workerinput", {}).get(_SEED_FROM_MAIN)
     config.stash[_SEED] = int(given) if given else secrets.randbelow(2**31)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist's workers draw no seeds of their own."""
+    node.workerinput[_SEED_FROM_MAIN] = str(node.config.stash[_SEED])
 
 
 def pytest_report_header(config: pytest.Config) -> str:
