@@ -157,12 +157,18 @@ def join_sharded(url: str, rank: int) -> Result:
         return {}
 
 
-def own_batches(url: str, rank: int, *, counts: list[int]) -> Result:
-    """Each rank with so many batches of its own."""
+def _data(count: int, *, broken: bool) -> Iterator[int]:
+    yield from range(count)
+    if broken:
+        raise OSError("the disk is gone")
+
+
+def own_batches(url: str, rank: int, *, counts: list[int], broken: int | None = None) -> Result:
+    """Each rank with so many batches of its own; those of one end in an error."""
     model = tiny(0)
     with anabranch.join(url, model, name="island") as session:
         found = []
-        for batch in session.batches(range(counts[rank])):
+        for batch in session.batches(_data(counts[rank], broken=rank == broken)):
             session.step(1)
             found.append(batch)
         return {"batches": found, "stopped": session.stopped}

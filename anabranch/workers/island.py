@@ -178,6 +178,7 @@ class Island(Session):
 
     def batches(self, source: Shards[T] | Iterable[T], batch: int = 1) -> Iterator[T]:
         """What this rank trains on. Ends on all ranks together: when the run stops, or when one rank's own data ends.
+        An error that one rank's own data raises is raised there, and as `IslandBroken` on the others.
 
         Of a shared dataset (`Shards`) each rank gets other items, `batch` of them; where a range ends there are
         fewer, and if fewer than there are ranks, some are given twice.
@@ -192,9 +193,18 @@ class Island(Session):
         items = iter(source)
         nothing = object()
         while True:
-            item = next(items, nothing)
+            error: Exception | None = None
+            try:
+                item = next(items, nothing)
+            except Exception as raised:  # the others would wait for this rank
+                item, error = nothing, raised
             ends = item is nothing or (self._leader is not None and self._leader.stopped is not None)
-            if self._sum([float(ends)])[0] > 0:
+            ended, failed = self._sum([float(ends), float(error is not None)])
+            if error is not None:
+                raise error
+            if failed > 0:
+                raise IslandBroken("the data of another rank of this island ended in an error: see its log")
+            if ended > 0:
                 return
             yield cast("T", item)
 

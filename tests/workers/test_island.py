@@ -128,6 +128,14 @@ async def test_data_of_ones_own_ends_with_the_first_rank_that_has_none(
         assert zero == one == {"batches": [0, 1, 2], "stopped": None}
 
 
+async def test_an_error_in_one_ranks_data_ends_all_ranks(run_url: str, run_name: str, ranks: Ranks) -> None:
+    async with bench(run_url, spec_of(run_name)):
+        zero, one = await ranks.play("own_batches", run_url, counts=[5, 2], broken=1)
+        assert one == {"error": "OSError", "text": "the disk is gone"}
+        assert zero["error"] == "IslandBroken"
+        assert "data of another rank" in zero["text"]
+
+
 async def test_the_end_of_the_run_ends_all_ranks_at_the_same_step(run_url: str, run_name: str, ranks: Ranks) -> None:
     async with bench(run_url, spec_of(run_name)) as run:
         ranks.begin("own_batches", run_url, counts=[10**9, 10**9])
