@@ -18,16 +18,18 @@ import torch
 from safetensors.torch import load_file
 
 from anabranch.errors import CheckpointError, LayoutMismatch, SpecError, UsageError
+from anabranch.model import unflatten
 from anabranch.spec import parse_spec
 from anabranch.workers.evaluator import heldout_loss
 from anabranch.workers.export import ExportOptions, export_checkpoint
-from anabranch.workers.run import Ending, MemberOptions, run_worker
+from anabranch.workers.run import Ending, MemberOptions, run_evaluator, run_worker
 from anabranch.workers.sample import sample_checkpoint
 from anabranch.workers.tasks.base import SharedTask
 from anabranch.workers.tasks.hf import HFTask, checksum_of
 from anabranch.workers.torch_store import trainable
 from tests.harness import bench, make_spec, process
 from tests.saved import entries, save_model
+from tests.wait import wait_until
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers  # reads the environment
@@ -220,6 +222,38 @@ async def test_workers_with_their_own_places_fine_tune_one_checkpoint(
     assert sample_checkpoint(tmp_path / "run", "def ", 5, 0.0, 0, options=options).startswith("def ")
     written = export_checkpoint(tmp_path / "run", tmp_path / "out", ExportOptions(config=folder))
     assert written == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+async def test_a_whole_model_is_fine_tuned_measured_and_exported(
+    run_url: str, run_name: str, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda by: by)  # this process is not the evaluator's own
+    options = {"model": str(folder), "data": str(text), "context": 32, "batch": 2, "learning_rate": 1e-2}
+    spec = make_spec(run_name, task={"name": "hf", "options": options})
+    (tmp_path / "run").mkdir()
+    async with bench(run_url, spec, directory=tmp_path / "run") as run:
+        members = [
+            asyncio.to_thread(run_worker, run.url, MemberOptions(name="w"), Ending()),
+            asyncio.to_thread(run_evaluator, run.url, MemberOptions(name="e", every_s=0.1), Ending()),
+        ]
+        taking_part = asyncio.gather(*members)
+        await run.reach(2, timeout_s=60)
+        await wait_until(lambda: len(run.state.heldout) >= 2, "two measurements", timeout_s=30)
+        await run.command("stop")
+        await taking_part
+        assert {m.role for m in (*run.state.members.values(), *run.state.departed)} == {"worker", "evaluator"}
+        vault = run.synchronizer.vault
+        assert vault is not None
+        assert vault.layout is not None
+        trained = unflatten(vault.layout, [version.theta for version in vault.versions])
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    ours: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    before, after = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    for name, theta in trained.items():
+        assert np.array_equal(after[name].detach().numpy(), theta), name
+    assert any(not torch.equal(before[name], after[name]) for name in trained), "it was trained"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").decode([1]) is not None
 
 
 # --- export ---------------------------------------------------------------------------------------------------
