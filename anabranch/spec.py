@@ -79,8 +79,8 @@ class MergeSpec(_Section):
     matrix: Literal["radial", "average"] = "radial"
     embedding: Literal["radial", "average"] = "average"
     embedding_tensors: tuple[str, ...] = ("*embed*", "*emb.weight", "*wte*", "*wpe*")  # shell-style patterns
-    outer_lr: Annotated[float, Field(gt=0, le=10)] = 0.7
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    outer_lr: Annotated[float, Field(gt=0, le=10)] = 1.0
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def is_embedding(self, tensor: str) -> bool:
         """Whether a tensor of this name is an embedding; a rule of names, so every member decides alike."""

@@ -12,6 +12,7 @@
 | `emb` | 1: embeddings are merged radially, too |
 | `beta1`, `beta2` | of the inner AdamW |
 | `forget` | on adoption a fragment's inner momentum is multiplied with this |
+| `later`, `from` | H becomes this at that share of the run, as by `anabranch set rounds.inner_steps` |
 | `ema` | the judged model is an exponential average over versions with this factor |
 """
 
@@ -72,6 +73,12 @@ class LeverWorld(World):
     def __post_init__(self) -> None:
         self.levers, self._averages = {}, []
         super().__post_init__()
+
+    def run(self) -> None:
+        if later := self.levers.get("later"):
+            change = ev.Commanded("00" * 4, "set", self._entry(), "rounds.inner_steps", int(later), "levers")
+            self._at(self.levers.get("from", 0.25) * self.end, lambda: self._feed(change))
+        super().run()
 
     @property
     def _share(self) -> float:

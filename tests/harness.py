@@ -36,6 +36,7 @@ def make_spec(run: str, **sections: Any) -> RunSpec:
     base: dict[str, Any] = {
         "name": run,
         "rounds": {"fragments": 2, "inner_steps": 8, "deadline_min_s": 5.0},
+        "merge": {"outer_lr": 0.7, "outer_momentum": 0.5},  # with momentum: a lost buffer has to show
         "workers": {"codec": "fp32", "heartbeat_s": 0.3},
         "task": {"name": "synthetic", "options": {"tensors": 4, "size": 64}},
     }

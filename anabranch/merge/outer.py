@@ -24,7 +24,7 @@ class OuterOptimizer:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise SpecError(f"outer.lr = {self.lr}: must be a finite number above 0; 0.7 is a good start")
+            raise SpecError(f"outer.lr = {self.lr}: must be a finite number above 0; 1 is a good start")
         if not 0 <= self.momentum < 1:
             raise SpecError(f"outer.momentum = {self.momentum}: must be 0 or more and below 1; 0.9 is usual")
 

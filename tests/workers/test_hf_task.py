@@ -241,7 +241,8 @@ async def test_a_whole_model_is_fine_tuned_measured_and_exported(
         await wait_until(lambda: len(run.state.heldout) >= 2, "two measurements", timeout_s=30)
         await run.command("stop")
         await taking_part
-        assert {m.role for m in (*run.state.members.values(), *run.state.departed)} == {"worker", "evaluator"}
+        roles = {m.role for m in run.state.members.values()} | {d.role for d in run.state.departed}
+        assert roles == {"worker", "evaluator"}
         vault = run.synchronizer.vault
         assert vault is not None
         assert vault.layout is not None
