@@ -77,7 +77,7 @@ class MergeSpec(_Section):
     """How contributions become an outer gradient, and the outer step (DESIGN section 5)."""
 
     matrix: Literal["radial", "average"] = "radial"
-    embedding: Literal["radial", "average"] = "average"
+    embedding: Literal["radial", "average"] = "radial"
     embedding_tensors: tuple[str, ...] = ("*embed*", "*emb.weight", "*wte*", "*wpe*")  # shell-style patterns
     outer_lr: Annotated[float, Field(gt=0, le=10)] = 1.0
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -9,7 +9,6 @@
 | `slow` | a worker's inner learning rate times (1 / speed) to this power |
 | `rho` | norm of a merged tensor between the average's (0) and the radial one (1), geometrically; all tensors |
 | `agree` | each coordinate of the merged direction times its workers' agreement, ∣Σwφ∣ / √Σwφ², to this power |
-| `emb` | 1: embeddings are merged radially, too |
 | `beta1`, `beta2` | of the inner AdamW |
 | `forget` | on adoption a fragment's inner momentum is multiplied with this |
 | `later`, `from` | H becomes this at that share of the run, as by `anabranch set rounds.inner_steps` |
@@ -89,8 +88,6 @@ class LeverWorld(World):
         weights = [weight**power for _, weight in order.parts]
         plain = self._share >= self.levers.get("settle", 2.0)
         rules = MergeRules(matrix="average") if plain else self._rules
-        if self.levers.get("emb"):
-            rules = MergeRules(matrix=rules.matrix, embedding="radial")
         deltas = [self._payloads[offer.entry] for offer, _ in order.parts]
         fragment = self.layout.fragments[order.fragment]
         gradient = merge_fragment(fragment, deltas, weights, rules)

@@ -293,6 +293,7 @@ def official() -> list[Config]:
         *(replace(c, config=name) for c in seeds(3) for name in ("sync_dp", "decoupled", "fastest_alone", "single")),
         *seeds(3, steps=STEPS * 12 // 10),  # 0.6 of sync_dp's time
         *(c for quorum in ("all", 1) for c in seeds(3, K=quorum, grace=0.0)),
+        *seeds(3, H=8, P=8, lever="later=24,from=0.25"),
         *seeds(3, adoption="rebase"),
         *seeds(2, adoption="blend"),
         *seeds(2, merge="average", embedding="average"),

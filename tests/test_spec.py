@@ -166,7 +166,7 @@ CHANGES: dict[str, object] = {
     "rounds.deadline_intervals": 9.0,
     "rounds.deadline_min_s": 1.0,
     "merge.matrix": "average",
-    "merge.embedding": "radial",
+    "merge.embedding": "average",
     "merge.outer_lr": 0.1,
     "merge.outer_momentum": 0.1,
     "workers.codec": "fp32",

@@ -154,14 +154,14 @@ class Client:
                 heartbeat_s = self.record.spec.workers.heartbeat_s if self.record is not None else 1.0
                 asking = self.supply.ask(self._standing, self._post, heartbeat_s)
                 self._tasks.create_task(asking, name="client: ask for data")
-                self._exchange_states(heartbeat_s)
+                self._exchange_states()
                 await self._follow()
                 raise _Left
         except BaseExceptionGroup as group:
             if not isinstance(leaf(group), _Left):
                 raise leaf(group) from group
 
-    def _exchange_states(self, heartbeat_s: float) -> None:
+    def _exchange_states(self) -> None:
         assert self.record is not None
         warm, ttl_s = self.warm_start, self.record.spec.limits.blob_ttl_s
         if warm.over or not self.tokens or self.record.schema < messages.StateRequest.introduced:
@@ -169,7 +169,7 @@ class Client:
         else:
             tensors = [tensor for fragment in self._layout.fragments for tensor in fragment.tensors]
             limit = limit_bytes(sum(fragment.size for fragment in self._layout.fragments), len(tensors))
-            seeking = warm.seek(self.incarnation, self._post, self.blobs, limit, heartbeat_s, self.outages)
+            seeking = warm.seek(self.incarnation, self._post, self.blobs, limit, self.outages)
             self._tasks.create_task(seeking, name="client: seek a warm start")
         name = self.identity.name
         serving = warm.serve(name, lambda: self.incarnation, self._post, self.blobs, ttl_s, self.outages)

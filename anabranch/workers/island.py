@@ -59,6 +59,14 @@ class _Leader(Session):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.adopted: set[int] = set()
+        self.introduced = False  # the other ranks have begun
+        self.peer_state: memoryview | None = None  # until they have it
+
+    def _may_take_over(self) -> bool:
+        return not self.introduced and super()._may_take_over()  # or ranks would go different ways
+
+    def _took_over(self, state: memoryview) -> None:
+        self.peer_state = state
 
     def _boundary(self, step_s: float = 0.0) -> list[int]:
         adopted = super()._boundary(step_s)
@@ -321,6 +329,7 @@ class Island(Session):
         layout = layout_for(record.spec, shapes(self._model))
         names = [[tensor.name for tensor in fragment.tensors] for fragment in layout.fragments]
         state = bytes(leader.peer_state) if leader.peer_state is not None else None
+        leader.peer_state, leader.introduced = None, True
         return _Introduction(leader.name, names, leader._cold, leader.hands_out_data, state)
 
     def _introduction(self) -> _Introduction:

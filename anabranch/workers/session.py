@@ -94,7 +94,6 @@ class Session:
         self._began = self._last = 0.0
         self._steps = 0
         self._cold = False  # joined a run that was under way, with a fresh optimizer
-        self.peer_state: memoryview | None = None  # that was taken over for a warm start
         self._loss: torch.Tensor | float | None = None
         self._loss_at = 0.0
 
@@ -379,14 +378,22 @@ class Session:
             self._call_soon(partial(warm.give, mine))
         if (data := warm.arrived) is not None:
             warm.arrived, reason = None, None
-            if self.warmth < 1.0:  # else it has warmed up by itself meanwhile
+            if self._may_take_over():
                 try:
                     count = load_state(self._model, self.optimizer, data)
                     log.info("warm start: a peer's optimizer state for %d parameters", count)
-                    self._cold, self.peer_state = False, data
+                    self._cold = False
+                    self._took_over(data)
                 except StateUnusable as error:
                     reason = str(error)
             self._call_soon(partial(warm.tried, reason))
+
+    def _may_take_over(self) -> bool:
+        """Whether a peer's optimizer state is still of use: it may come when we have warmed up by ourselves."""
+        return self.warmth < 1.0
+
+    def _took_over(self, state: memoryview) -> None:
+        """A peer's optimizer state is ours now."""
 
     def _rest(self, seconds: float) -> None:
         """Rest for a duty cycle, but answer calls: between two steps every moment is a boundary."""

@@ -23,7 +23,7 @@ log = logging.getLogger("anabranch.worker")
 
 CODEC = "optimizer"  # of the payload: safetensors, see `optimizer_state`
 TRIES = 3
-PATIENCE_HEARTBEATS = 10.0  # for one try: a peer answers at a step boundary, and uploads
+PATIENCE_S = 20.0  # for one try: a peer answers at a step boundary, and uploads
 SHARED_S = 30.0  # for so long a state is good enough for the next joiner, too
 WAIT_S = 20.0  # a joiner waits at most so long before its first step
 _MOST_REFUSALS = 16
@@ -67,15 +67,13 @@ class WarmStart:
                 if message.incarnation in self._asked or not message.incarnation:
                     self._offers.put_nowait(message)
 
-    async def seek(
-        self, incarnation: int, post: Post, blobs: BlobStore, limit: int, heartbeat_s: float, outages: Outages
-    ) -> None:
+    async def seek(self, incarnation: int, post: Post, blobs: BlobStore, limit: int, outages: Outages) -> None:
         """Until a peer's state was taken over, or nobody can help."""
         for _ in range(TRIES):
             not_from = list(self._not_from)[-_MOST_REFUSALS:]
             await post(messages.StateRequest(incarnation=incarnation, not_from=not_from))
             try:
-                async with asyncio.timeout(PATIENCE_HEARTBEATS * heartbeat_s):
+                async with asyncio.timeout(PATIENCE_S):
                     offer = await self._offers.get()
             except TimeoutError:
                 self._not_from |= dict.fromkeys(self._asked)

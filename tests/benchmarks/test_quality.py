@@ -46,6 +46,16 @@ def test_baselines_see_as_many_tokens_and_take_as_long_as_they_should() -> None:
     assert (single["heldout_loss"], single["virtual_time"]) == (sync["heldout_loss"], 8 * 4.0)
 
 
+def test_every_lever_of_a_trial_moves_the_result() -> None:
+    plain = quality.run(SHORT)["heldout_loss"]
+    levers = [
+        "weights=0", "warmup=0.5", "settle=0.2", "end=0.1", "rho=0", "agree=2", "beta1=0.5", "forget=0", "slow=1",
+        "later=32,from=0.3", "ema=0.5",
+    ]  # fmt: skip
+    found = {lever: quality.run(replace(SHORT, lever=lever))["heldout_loss"] for lever in levers}
+    assert [lever for lever, loss in found.items() if loss == plain] == []
+
+
 def test_the_official_runs_are_at_most_sixty_and_all_possible() -> None:
     configs = quality.official()
     assert len({config.key for config in configs}) == len(configs) <= 60

@@ -173,10 +173,8 @@ class Desk:
     async def post(self, message: messages.Message) -> None:
         self.posted.append(message)
 
-    def seek(self, heartbeat_s: float = 60.0) -> asyncio.Task[None]:
-        return asyncio.create_task(
-            self.warm.seek(OURS, self.post, self.blobs, 1000, heartbeat_s, Outages(log)), name="seek"
-        )
+    def seek(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.warm.seek(OURS, self.post, self.blobs, 1000, Outages(log)), name="seek")
 
     def serve(self) -> asyncio.Task[None]:
         return asyncio.create_task(
@@ -195,9 +193,10 @@ class Desk:
         return wanted
 
 
-async def test_a_peer_that_never_answers_is_not_asked_again() -> None:
+async def test_a_peer_that_never_answers_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_start, "PATIENCE_S", 0.05)
     desk = Desk()
-    seeking = desk.seek(heartbeat_s=0.005)
+    seeking = desk.seek()
     await desk.asked()
     desk.hear(messages.SendState(incarnation=PEER, to=OURS))
     await seeking
