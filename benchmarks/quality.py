@@ -39,6 +39,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS / "results" / "quality.jsonl"
 STEPS = 3000  # of the fastest worker
 POINTS = 20  # of a curve
+AT_FIRST = "later=24,from=0.25"  # H is what the configuration says for a quarter of the run, then 24
 MODEL = {"layers": 3, "width": 64, "heads": 4, "lookback": 4, "context": 64}  # 24 tensors, for P = 24
 UNEQUAL = {1: (1.0,), 2: (1.0, 0.5), 4: (1.0, 0.5, 0.25, 0.25), 8: (1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.125)}
 
@@ -293,7 +294,8 @@ def official() -> list[Config]:
         *(replace(c, config=name) for c in seeds(3) for name in ("sync_dp", "decoupled", "fastest_alone", "single")),
         *seeds(3, steps=STEPS * 12 // 10),  # 0.6 of sync_dp's time
         *(c for quorum in ("all", 1) for c in seeds(3, K=quorum, grace=0.0)),
-        *seeds(3, H=8, P=8, lever="later=24,from=0.25"),
+        *seeds(3, H=8, P=8, lever=AT_FIRST),
+        *seeds(3, H=8, P=8, lever=AT_FIRST, steps=STEPS * 12 // 10),
         *seeds(3, adoption="rebase"),
         *seeds(2, adoption="blend"),
         *seeds(2, merge="average", embedding="average"),

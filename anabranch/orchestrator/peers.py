@@ -1,7 +1,7 @@
-"""A joiner's inner optimizer state from a peer (`--warm-start`). Pure, and nothing is remembered.
+"""A joiner's inner optimizer state from a peer (`--warm-start`). Pure, and nothing is stored.
 
-The joiner asks, a peer is asked, its answer goes to the joiner. Whatever is lost on the way is asked for again by the
-joiner, who also says who could not help.
+The joiner asks, a peer is asked, its answer goes to the joiner: one answer to one request. Whatever is lost on the
+way, with a synchronizer for example, is asked for again by the joiner, who also says who could not help.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def asked(state: State, event: StateAsked, now: float) -> Iterator[Instruction]:
         yield GiveState(reason, 0, joiner.incarnation)
         return
     peer = max(peers, key=lambda m: (m.steps, -m.incarnation))
+    joiner.state_from = peer.incarnation
     yield AskState(
         f"{joiner.name} starts with the optimizer state of {peer.name}", peer.incarnation, joiner.incarnation
     )
@@ -42,15 +43,16 @@ def _can_give(member: Member, state: State, now: float) -> bool:
 
 
 def given(state: State, event: StateGiven) -> Iterator[Instruction]:
-    """Pass a peer's answer on, if the joiner is still there."""
+    """Pass a peer's answer on, if it was asked and the joiner is still there."""
     yield Consume("a peer's state read", event.sender, (event.entry,))
     peer = membership.find(state, event.incarnation, event.sender)
     if peer is None:
         yield from membership.speaks_for_none(state, event.incarnation, event.sender)
         return
     joiner = state.members.get(event.to)
-    if joiner is None or not joiner.live:
+    if joiner is None or not joiner.live or joiner.state_from != peer.incarnation:
         return
+    joiner.state_from = 0
     if event.claim is not None and event.claim.owner != peer.name:
         state.count("messages refused")
         reason = f"optimizer state of {peer.name} refused: the payload is {event.claim.owner}'s"

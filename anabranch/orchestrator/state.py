@@ -105,6 +105,7 @@ class Member:
     leases: dict[int, LeasedRange] = field(default_factory=dict)  # by number
     wants: int = 0  # ranges it asked for and that were not there
     idle: bool = False  # makes no steps because there is no data left for it
+    state_from: int = 0  # incarnation that was asked for its optimizer state on this one's behalf; not stored
     claimed_newer: bool = False  # reported a version newer than the run's once: not believed again
 
     def remember(self, fragment: int, outcome: Outcome) -> None:

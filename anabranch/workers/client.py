@@ -101,6 +101,7 @@ class Client:
         self._books: Books | None = None
         self._outbox: Outbox | None = None
         self._sending: asyncio.Task[None] | None = None
+        self._helping: asyncio.Task[None] | None = None
         self._bytes_before = 0  # sent by earlier incarnations of this process
         self._broadcast = StreamReader()
         self._number = 0  # of the last broadcast entry read
@@ -163,17 +164,17 @@ class Client:
 
     def _exchange_states(self) -> None:
         assert self.record is not None
-        warm, ttl_s = self.warm_start, self.record.spec.limits.blob_ttl_s
+        warm = self.warm_start
         if warm.over or not self.tokens or self.record.schema < messages.StateRequest.introduced:
             warm.over = True
         else:
             tensors = [tensor for fragment in self._layout.fragments for tensor in fragment.tensors]
             limit = limit_bytes(sum(fragment.size for fragment in self._layout.fragments), len(tensors))
-            seeking = warm.seek(self.incarnation, self._post, self.blobs, limit, self.outages)
+            seeking = warm.seek(lambda: self.incarnation, self._post, self.blobs, limit, self.outages)
             self._tasks.create_task(seeking, name="client: seek a warm start")
         name = self.identity.name
-        serving = warm.serve(name, lambda: self.incarnation, self._post, self.blobs, ttl_s, self.outages)
-        self._tasks.create_task(serving, name="client: help others to a warm start")
+        serving = warm.serve(name, lambda: self.incarnation, self._post, self.blobs)
+        self._helping = self._tasks.create_task(serving, name="client: help others to a warm start")
 
     async def _register(self) -> None:
         """Ask for an incarnation, knocking until welcomed; then read the state and adopt."""
@@ -502,6 +503,8 @@ class Client:
         if not self.joined.is_set() or self._books is None or self._outbox is None:
             return
         self._leaving = True
+        if self._helping is not None:
+            self._helping.cancel()  # its upload would be in the way
         await self._send_the_rest(within_s - farewell_s(within_s))
         figures, leases = self._books.farewell(), self._books.parting()
         message = messages.Farewell(

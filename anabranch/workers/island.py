@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import errors
-from anabranch.errors import AnabranchError, IslandBroken, UsageError
+from anabranch.errors import AnabranchError, IslandBroken, PayloadError, UsageError
 from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices
@@ -148,9 +148,9 @@ class Island(Session):
             raise error
         if not isinstance(told, _Introduction):
             raise _from_wire(told)
-        self._introduced = introduction = told
-        if introduction.peer_state is not None and self._leader is None:
-            load_state(self._model, self.optimizer, memoryview(introduction.peer_state))
+        introduction = told
+        self._introduced = replace(told, peer_state=None)  # it may be large
+        self._take_over(introduction.peer_state)
         parameters = dict(trainable(self._model))
         self._parts = [[parameters[name] for name in names] for names in introduction.fragments]
         self._share()
@@ -331,6 +331,22 @@ class Island(Session):
         state = bytes(leader.peer_state) if leader.peer_state is not None else None
         leader.peer_state, leader.introduced = None, True
         return _Introduction(leader.name, names, leader._cold, leader.hands_out_data, state)
+
+    def _take_over(self, state: bytes | None) -> None:
+        """The peer's optimizer state that rank 0 has, on the others, too."""
+        if state is None:
+            return
+        error: PayloadError | None = None
+        if self._leader is None:
+            try:
+                load_state(self._model, self.optimizer, memoryview(state))
+            except PayloadError as raised:
+                error = raised
+        if self._sum([float(error is not None)])[0] > 0:
+            raise IslandBroken(
+                f"a rank could not take over the optimizer state that rank 0 has ({error or 'see its log'}): give "
+                "every rank of this island the same optimizer, or join without a warm start"
+            )
 
     def _introduction(self) -> _Introduction:
         if self._introduced is None:

@@ -93,6 +93,7 @@ class Session:
         self._hurried = False
         self._began = self._last = 0.0
         self._steps = 0
+        self._trained_s = 0.0  # the last step
         self._cold = False  # joined a run that was under way, with a fresh optimizer
         self._loss: torch.Tensor | float | None = None
         self._loss_at = 0.0
@@ -103,6 +104,7 @@ class Session:
         """Join the run and adopt the global model; blocks until then. Raises `MemberRefused`, `ServerError`."""
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
         self._thread.start()
+        self._cold = True  # until it turns out that everybody's optimizer is new
         while not self._adopted() and not self.stopped:
             self._wake.wait(JOIN_POLL_S)
             self._wake.clear()
@@ -110,7 +112,7 @@ class Session:
             if self._thread is None:
                 raise UsageError("the session was closed before it had joined the run")
             self._boundary()
-        self._cold = self.tokens > 0
+        self._cold = self._cold and self.tokens > 0
         self._await_warmth()
         self._began = self._last = time.monotonic()
         return self
@@ -216,7 +218,7 @@ class Session:
                 yield shards.batch(items.indices, items.epoch)
                 continue
             client.vitals.idle = feed.idle
-            self._boundary()  # whoever waits is at a step boundary
+            self._boundary(self._trained_s)  # whoever waits is at a step boundary
             self._last = time.monotonic()  # and does not train
             self._call_soon(client.progressed)
 
@@ -247,6 +249,7 @@ class Session:
         learner.books.step(tokens)
         self._steps += 1
         self._note_loss(loss, now)
+        self._trained_s = trained_s
         self._boundary(trained_s)
         if self._duty < 1.0:
             self._rest(trained_s * (1.0 / self._duty - 1.0))
@@ -373,8 +376,8 @@ class Session:
             warm.wanted = False
             try:
                 mine: Pack | str = partial(pack, copy_state(self._model, self.optimizer))
-            except StateUnusable as error:
-                mine = str(error)
+            except Exception as error:  # whatever optimizer it is: a joiner's wish is no reason to stop training
+                mine = f"{type(error).__name__}: {error}"
             self._call_soon(partial(warm.give, mine))
         if (data := warm.arrived) is not None:
             warm.arrived, reason = None, None
@@ -386,6 +389,8 @@ class Session:
                     self._took_over(data)
                 except StateUnusable as error:
                     reason = str(error)
+            else:
+                log.info("a peer's optimizer state came too late")
             self._call_soon(partial(warm.tried, reason))
 
     def _may_take_over(self) -> bool:
@@ -401,7 +406,7 @@ class Session:
         while not self._hurried and (left := seconds - (time.monotonic() - started)) > 0:
             if self._wake.wait(left):
                 self._wake.clear()
-                self._boundary()
+                self._boundary(self._trained_s)
                 self._check()
                 if self.stopped:
                     break

@@ -25,8 +25,12 @@ CODEC = "optimizer"  # of the payload: safetensors, see `optimizer_state`
 TRIES = 3
 PATIENCE_S = 20.0  # for one try: a peer answers at a step boundary, and uploads
 SHARED_S = 30.0  # for so long a state is good enough for the next joiner, too
+UPLOAD_S = 60.0  # what takes longer is not sent
+TTL_S = 180.0  # of a payload, after it was uploaded
 WAIT_S = 20.0  # a joiner waits at most so long before its first step
 _MOST_REFUSALS = 16
+_LATE = 2  # times without an answer until a peer is not asked again
+_REASON_LIMIT = 300
 
 Post = Callable[[messages.Message], Awaitable[None]]
 Pack = Callable[[], memoryview]
@@ -48,11 +52,13 @@ class WarmStart:
         self._on_change = on_change
         self._offers: asyncio.Queue[messages.PeerState] = asyncio.Queue()
         self._tried: asyncio.Queue[str | None] = asyncio.Queue()
-        self._asked: set[int] = set()  # incarnations that were asked on our behalf
+        self._asked: dict[int, int] = {}  # incarnations that were asked on our behalf: times without an answer
         self._not_from: dict[int, None] = {}
         self._for: set[int] = set()  # incarnations that wait for ours
-        self._given: tuple[messages.Claim, float] | None = None  # and when it was copied
-        self._packs: asyncio.Queue[tuple[Pack | str, float]] = asyncio.Queue()
+        self._busy = False  # from wanting a copy to the end of its upload
+        self._claim: messages.Claim | None = None  # the last upload
+        self._uploaded_at = 0.0
+        self._work: asyncio.Queue[Pack | str | None] = asyncio.Queue()
 
     # --- as a joiner --------------------------------------------------------------------------------------
 
@@ -60,23 +66,25 @@ class WarmStart:
         """What is broadcast about states, to whomever."""
         match message:
             case messages.SendState(to=to) if to == incarnation:
-                self._asked.add(message.incarnation)
+                self._asked.setdefault(message.incarnation, 0)
             case messages.SendState() if message.incarnation == incarnation:
                 self._wish_of(message.to)
-            case messages.PeerState(to=to) if to == incarnation and not self.over:
-                if message.incarnation in self._asked or not message.incarnation:
+            case messages.PeerState(to=to, incarnation=peer) if to == incarnation and not self.over:
+                if not peer or (peer in self._asked and peer not in self._not_from):
                     self._offers.put_nowait(message)
 
-    async def seek(self, incarnation: int, post: Post, blobs: BlobStore, limit: int, outages: Outages) -> None:
+    async def seek(
+        self, incarnation: Callable[[], int], post: Post, blobs: BlobStore, limit: int, outages: Outages
+    ) -> None:
         """Until a peer's state was taken over, or nobody can help."""
         for _ in range(TRIES):
             not_from = list(self._not_from)[-_MOST_REFUSALS:]
-            await post(messages.StateRequest(incarnation=incarnation, not_from=not_from))
+            await post(messages.StateRequest(incarnation=incarnation(), not_from=not_from))
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     offer = await self._offers.get()
             except TimeoutError:
-                self._not_from |= dict.fromkeys(self._asked)
+                self._note_silence()
                 continue
             if not offer.incarnation:
                 log.info("no warm start: %s", offer.reason)
@@ -88,6 +96,12 @@ class WarmStart:
             self._not_from[offer.incarnation] = None
         self.over = True
         self._on_change()
+
+    def _note_silence(self) -> None:
+        for peer in self._asked:
+            self._asked[peer] += 1
+            if self._asked[peer] >= _LATE:
+                self._not_from[peer] = None
 
     async def _try(self, offer: messages.PeerState, blobs: BlobStore, limit: int, outages: Outages) -> str | None:
         """Fetch and take over; why that did not work, if it did not."""
@@ -109,40 +123,45 @@ class WarmStart:
     # --- as a peer ----------------------------------------------------------------------------------------
 
     def _wish_of(self, joiner: int) -> None:
+        """One copy at a time: who asks meanwhile gets the same."""
         self._for.add(joiner)
-        if self._given is not None and time.monotonic() - self._given[1] < SHARED_S:
-            self._packs.put_nowait(("", 0.0))
-        elif not self.wanted:
+        if self._busy:
+            return
+        self._busy = True
+        if self._claim is not None and time.monotonic() - self._uploaded_at < SHARED_S:
+            self._work.put_nowait(None)
+        else:
             self.wanted = True
             self._on_change()
 
     def give(self, state: Pack | str) -> None:
         """What the training thread copied, to be packed elsewhere, or why there is nothing to copy."""
-        self._packs.put_nowait((state, time.monotonic()))
+        self._work.put_nowait(state)
 
-    async def serve(
-        self, name: str, incarnation: Callable[[], int], post: Post, blobs: BlobStore, ttl_s: float, outages: Outages
-    ) -> None:
+    async def serve(self, name: str, incarnation: Callable[[], int], post: Post, blobs: BlobStore) -> None:
         """Upload what joiners ask for, until cancelled."""
         while True:
-            state, copied_at = await self._packs.get()
-            reason = ""
-            if callable(state):
-                await self._drop(blobs)
-                data = await asyncio.to_thread(state)
-                put = partial(blobs.put, name, data, CODEC, ttl_s)
-                claim = await persist(put, "upload our optimizer state", log, timeout_s=None, outages=outages)
-                self._given = claim, copied_at
-            elif state:
-                self._given, reason = None, state[:1000]
+            reason = await self._prepare(name, blobs)
+            self._busy = False
             joiners, self._for = sorted(self._for), set()
+            claim = self._claim if not reason else None
             for joiner in joiners:
-                claim_ = self._given[0] if self._given is not None else None
-                offer = messages.StateOffer(incarnation=incarnation(), to=joiner, claim=claim_, reason=reason)
+                offer = messages.StateOffer(incarnation=incarnation(), to=joiner, claim=claim, reason=reason)
                 await post(offer)
 
-    async def _drop(self, blobs: BlobStore) -> None:
-        """The one before: whoever still fetches it will ask again."""
-        if self._given is not None:
-            claim, self._given = self._given[0], None
-            await persist(partial(blobs.delete, claim), "drop an old optimizer state", log)
+    async def _prepare(self, name: str, blobs: BlobStore) -> str:
+        """Have an upload ready; why there is none, if so. An older one expires: somebody may still fetch it."""
+        state = await self._work.get()
+        if state is None:
+            return ""
+        if isinstance(state, str):
+            return state[:_REASON_LIMIT]
+        try:
+            async with asyncio.timeout(UPLOAD_S):  # and no second try: training does not depend on it
+                data = await asyncio.to_thread(state)
+                self._claim = await blobs.put(name, data, CODEC, TTL_S)
+        except Exception as error:
+            log.warning("our optimizer state could not be given to a joiner: %r", error)
+            return f"its state could not be uploaded ({type(error).__name__})"
+        self._uploaded_at = time.monotonic()
+        return ""

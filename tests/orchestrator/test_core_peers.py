@@ -72,25 +72,36 @@ def test_a_full_server_gets_no_more_payloads(bench: Bench) -> None:
     assert "full" in one(ev.GiveState, ask(bench, "joiner")).reason
 
 
-def test_an_answer_is_passed_on(bench: Bench) -> None:
+def test_an_answer_is_passed_on_once(bench: Bench) -> None:
+    ask(bench, "joiner")
     said = one(ev.GiveState, give(bench, "b", "joiner"))
     assert said.claim == claim("b")
     assert (said.incarnation, said.to) == (bench.puppets["b"].incarnation, bench.puppets["joiner"].incarnation)
+    assert not only(ev.GiveState, give(bench, "b", "joiner")), "nobody asked for it again"
 
 
-def test_so_is_a_refusal_with_its_reason(bench: Bench) -> None:
+def test_who_was_not_asked_is_not_passed_on(bench: Bench) -> None:
+    assert not only(ev.GiveState, give(bench, "b", "joiner"))
+    ask(bench, "joiner")
+    assert not only(ev.GiveState, give(bench, "a", "joiner"))
+
+
+def test_a_refusal_is_passed_on_with_its_reason(bench: Bench) -> None:
+    ask(bench, "joiner")
     said = one(ev.GiveState, give(bench, "b", "joiner", reason="SGD keeps no state"))
     assert said.claim is None
     assert "SGD keeps no state" in said.reason
 
 
 def test_the_payload_of_somebody_else_is_not_passed_on(bench: Bench) -> None:
+    ask(bench, "joiner")
     said = give(bench, "b", "joiner", owner="a")
     assert not only(ev.GiveState, said)
     assert notes("refused", said)
 
 
 def test_an_answer_for_somebody_who_is_gone_goes_nowhere(bench: Bench) -> None:
+    ask(bench, "joiner")
     bench.puppets["joiner"].silent = True
     bench.elapse(5.0)
     assert not only(ev.GiveState, give(bench, "b", "joiner"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -110,6 +109,43 @@ def test_without_state_there_is_nothing_to_give() -> None:
         copy_state(model, None)
 
 
+def test_state_made_before_the_first_gradient_is_no_state() -> None:
+    """Adagrad does that; a parameter that never had a gradient is no reason to refuse the others."""
+    giver, taker = tiny(), tiny()
+    its, ours = (torch.optim.Adagrad(model.parameters(), lr=0.1) for model in (giver, taker))
+    giver[2].bias.requires_grad_(False)
+    train(giver, its)
+    giver[2].bias.requires_grad_(True)
+    assert load_state(taker, ours, pack(copy_state(giver, its))) == 2
+    for one, other in zip(giver.parameters(), taker.parameters(), strict=True):
+        assert torch.equal(ours.state[other]["sum"], its.state[one]["sum"])
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a plain number, as some optimizers do."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+                    state["mean"] = state.get("mean", 0.0) * 0.9 + float(parameter.grad.mean()) * 0.1
+
+
+def test_plain_numbers_stay_plain_numbers() -> None:
+    giver, taker = tiny(), tiny()
+    its, ours = (Counting([p for p in model.parameters() if p.requires_grad]) for model in (giver, taker))
+    train(giver, its)
+    load_state(taker, ours, pack(copy_state(giver, its)))
+    for one, other in zip(giver.parameters(), taker.parameters(), strict=True):
+        assert its.state[one] == ours.state[other]
+    assert {type(state["step"]) for state in ours.state.values() if state} == {int}
+
+
 # --- what is refused, and then nothing has changed --------------------------------------------------------
 
 
@@ -119,35 +155,63 @@ def spoilt(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> memoryv
     return memoryview(save(tensors))
 
 
+def without(*names: str) -> memoryview:
+    tensors = load(bytes(pack(copy_state(*warmed()))))
+    return memoryview(save({path: tensor for path, tensor in tensors.items() if path not in names}))
+
+
+def about(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+MOMENT, SQUARE, STEP = "0.weight/exp_avg", "0.weight/exp_avg_sq", "0.weight/step"
+ALL = [f"0.weight/{key}" for key in ("exp_avg", "exp_avg_sq", "step")]
 SPOILT = {
-    "a value that is not finite": (spoilt("0.weight/exp_avg", lambda t: t * float("nan")), "not finite"),
-    "a negative second moment": (spoilt("0.weight/exp_avg_sq", lambda t: -t - 1), "below zero"),
-    "another shape": (spoilt("0.weight/exp_avg", lambda t: t.repeat(2, 1)), "shape"),
-    "no steps": (spoilt("0.weight/step", lambda t: t * 0), "no count of steps"),
-    "other parameters": (
-        memoryview(save({"x/exp_avg": torch.zeros(1), ABOUT: copy_state(*warmed())[ABOUT]})),
-        "other parameters",
-    ),
-    "no description": (memoryview(save({"0.weight/exp_avg": torch.zeros(3, 4)})), "cannot be read"),
-    "a description that is none": (
-        memoryview(save({ABOUT: torch.frombuffer(bytearray(json.dumps([]).encode()), dtype=torch.uint8)})),
-        "the peer's optimizer is",
-    ),
-    "no safetensors": (memoryview(b"nonsense" * 4), "cannot be read"),
-    "nothing": (memoryview(b""), "cannot be read"),
+    "a value that is not finite": (spoilt(MOMENT, lambda t: t * float("nan")), "not finite"),
+    "a value that is too large for our type": (spoilt(MOMENT, lambda t: t.double() + 1e300), "not finite"),
+    "a complex value": (spoilt(MOMENT, lambda t: t.to(torch.complex64) * float("nan")), "cannot be used|not finite"),
+    "an odd type": (spoilt(SQUARE, lambda t: t.to(torch.float8_e4m3fn).fill_(float("nan"))), "cannot be used|finite"),
+    "a negative second moment": (spoilt(SQUARE, lambda t: -t - 1), "below zero"),
+    "another shape": (spoilt(MOMENT, lambda t: t.repeat(2, 1)), "shape"),
+    "no shape": (spoilt(MOMENT, lambda t: t.sum()), "shape"),
+    "no steps": (spoilt(STEP, lambda t: t * 0), "no count of steps"),
+    "a missing average": (without(SQUARE), "the peer keeps exp_avg, step, we exp_avg, exp_avg_sq, step"),
+    "too few parameters": (without(*ALL), "about 25% of our parameters only"),
+    "no description": (without(ABOUT), "cannot be used"),
+    "a description that is none": (memoryview(save({ABOUT: about("[]")})), "the peer's optimizer is"),
+    "a description of another type": (spoilt(ABOUT, lambda t: t.to(torch.bfloat16)), "cannot be used"),
+    "no safetensors": (memoryview(b"nonsense" * 4), "cannot be used"),
+    "nothing": (memoryview(b""), "cannot be used"),
     "another kind": (
         pack(copy_state(*warmed("SGD with momentum"))),
         "the peer's optimizer is .*SGD.*ours is .*AdamW",
     ),
-    "other averages": (pack(copy_state(*warmed("AdamW amsgrad"))), "amsgrad"),
+    "other averages": (pack(copy_state(*warmed("AdamW amsgrad"))), "the peer keeps .*max_exp_avg_sq"),
 }
 
 
 @pytest.mark.parametrize("what", SPOILT)
 def test_this_is_refused(what: str) -> None:
     data, words = SPOILT[what]
-    model, optimizer = warmed()
-    before = bytes(pack(copy_state(model, optimizer)))
+    model, optimizer = made()
     with pytest.raises(StateUnusable, match=words):
         load_state(model, optimizer, data)
-    assert bytes(pack(copy_state(model, optimizer))) == before
+    assert not optimizer.state
+    train(model, optimizer)  # it still works
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_a_state_of_our_own_is_not_replaced() -> None:
+    with pytest.raises(StateUnusable, match="has a state of its own"):
+        load_state(*warmed(), pack(copy_state(*warmed())))
+
+
+def test_groups_decide_what_is_kept() -> None:
+    """amsgrad in a group and not in the defaults: nothing is loaded that the next step would miss."""
+    model = tiny()
+    free = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": free, "amsgrad": True}], lr=0.1)
+    with pytest.raises(StateUnusable, match="max_exp_avg_sq"):
+        load_state(model, optimizer, pack(copy_state(*warmed())))
+    load_state(model, optimizer, pack(copy_state(*warmed("AdamW amsgrad"))))
+    train(model, optimizer)

@@ -174,12 +174,12 @@ class Desk:
         self.posted.append(message)
 
     def seek(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self.warm.seek(OURS, self.post, self.blobs, 1000, Outages(log)), name="seek")
+        return asyncio.create_task(
+            self.warm.seek(lambda: OURS, self.post, self.blobs, 1000, Outages(log)), name="seek"
+        )
 
     def serve(self) -> asyncio.Task[None]:
-        return asyncio.create_task(
-            self.warm.serve("us", lambda: OURS, self.post, self.blobs, 60.0, Outages(log)), name="serve"
-        )
+        return asyncio.create_task(self.warm.serve("us", lambda: OURS, self.post, self.blobs), name="serve")
 
     async def asked(self, times: int = 1) -> None:
         await wait_until(lambda: len(self.posted) >= times, f"it asked {times} times")
@@ -201,7 +201,8 @@ async def test_a_peer_that_never_answers_is_not_asked_again(monkeypatch: pytest.
     desk.hear(messages.SendState(incarnation=PEER, to=OURS))
     await seeking
     requests = [message for message in desk.posted if isinstance(message, messages.StateRequest)]
-    assert [r.not_from for r in requests] == [[], *[[PEER]] * (TRIES - 1)]
+    assert [r.not_from for r in requests] == [[], [], [PEER]], "it may have been busy once"
+    assert len(requests) == TRIES
     assert desk.warm.over
 
 
@@ -268,7 +269,44 @@ async def test_joiners_that_come_together_share_a_payload(monkeypatch: pytest.Mo
     assert desk.wants(), "it is too old by now"
     desk.warm.give(lambda: memoryview(b"newer"))
     await desk.asked(3)
-    assert [bytes(data) for data in desk.blobs.held.values()] == [b"newer"], "the older one is dropped"
+    newer = desk.posted[-1]
+    assert isinstance(newer, messages.StateOffer)
+    assert newer.claim is not None
+    assert bytes(desk.blobs.held[newer.claim.id]) == b"newer"
+    serving.cancel()
+
+
+async def test_who_asks_during_an_upload_gets_the_same_payload() -> None:
+    desk = Desk()
+    serving = desk.serve()
+    desk.hear(messages.SendState(incarnation=OURS, to=PEER))
+    assert desk.wants()
+    for joiner in (OTHER, 11, 12, PEER):
+        desk.hear(messages.SendState(incarnation=OURS, to=joiner))
+    assert not desk.wants(), "one copy is under way"
+    desk.warm.give(lambda: memoryview(b"state"))
+    await desk.asked(4)
+    offers = [message for message in desk.posted if isinstance(message, messages.StateOffer)]
+    assert sorted(offer.to for offer in offers) == [PEER, OTHER, 11, 12]
+    assert len({offer.claim.id for offer in offers if offer.claim is not None}) == len(desk.blobs.held) == 1
+    serving.cancel()
+
+
+async def test_a_state_that_cannot_be_packed_or_uploaded_ends_nothing() -> None:
+    desk = Desk()
+    serving = desk.serve()
+    desk.hear(messages.SendState(incarnation=OURS, to=PEER))
+
+    def fails() -> memoryview:
+        raise KeyError("complex")
+
+    desk.warm.give(fails)
+    await desk.asked()
+    assert desk.posted[0] == messages.StateOffer(
+        incarnation=OURS, to=PEER, reason="its state could not be uploaded (KeyError)"
+    )
+    desk.hear(messages.SendState(incarnation=OURS, to=PEER))
+    assert desk.wants(), "the next one is tried again"
     serving.cancel()
 
 
