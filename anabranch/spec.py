@@ -28,6 +28,8 @@ MUTABLE = frozenset(
     {
         "rounds.quorum",
         "rounds.inner_steps",
+        "rounds.later_inner_steps",
+        "rounds.later_from_tokens",
         "rounds.grace_factor",
         "rounds.grace_cap_s",
         "data.epochs",
@@ -35,7 +37,12 @@ MUTABLE = frozenset(
 )
 
 #: Settings and sections that members of older message schemas do not know. A run of such a schema has their defaults.
-_SINCE = {"workers.blend_alpha": 3, "data": 3}
+_SINCE = {
+    "rounds.later_inner_steps": 3,
+    "rounds.later_from_tokens": 3,
+    "workers.blend_alpha": 3,
+    "data": 3,
+}
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -49,6 +56,8 @@ class RoundsSpec(_Section):
 
     fragments: Annotated[int, Field(ge=1, le=1024)] = 8  # P; a heartbeat lists them within one envelope
     inner_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 24  # H: every fragment once per H inner steps
+    later_inner_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # H, once so many tokens are merged:
+    later_from_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2  # τ: rounds open at the same time
     quorum: Annotated[int, Field(ge=1, le=10_000)] | Literal["all"] = 1  # K; "all": everyone called
     grace_factor: Annotated[float, Field(ge=0, le=1)] = 0.8  # γ: share of the slack spent waiting
@@ -58,13 +67,14 @@ class RoundsSpec(_Section):
 
     @model_validator(mode="after")
     def _every_fragment_fits(self) -> Self:
-        if self.in_flight * self.inner_steps < self.fragments:
-            msg = (
-                f"in_flight × inner_steps = {self.in_flight} × {self.inner_steps} is below fragments = "
-                f"{self.fragments}: some fragment could never be synchronized within inner_steps; "
-                "raise inner_steps or in_flight, or lower fragments"
-            )
-            raise ValueError(msg)
+        for key, steps in (("inner_steps", self.inner_steps), ("later_inner_steps", self.later_inner_steps)):
+            if steps is not None and self.in_flight * steps < self.fragments:
+                msg = (
+                    f"in_flight × {key} = {self.in_flight} × {steps} is below fragments = "
+                    f"{self.fragments}: some fragment could never be synchronized within {key}; "
+                    f"raise {key} or in_flight, or lower fragments"
+                )
+                raise ValueError(msg)
         return self
 
     @property

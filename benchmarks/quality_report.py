@@ -27,6 +27,7 @@ FACTORS = (
     "lever",
 )
 SETUP = ("alpha", "codec", "inner_lr", "floor", "batch")  # one base for all, unless a run says otherwise
+LEVERS = {"later=24,from=0.25": "for a quarter of the run, then H 24"}
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 NAMES = {
     "sync_dp": "synchronous data-parallel",
@@ -125,13 +126,17 @@ def label(record: Record, base: Record) -> str:
     if record["config"] != "decoupled":
         text = NAMES[record["config"]]
     else:
-        special = [f"{key} {_show(record[key])}" for key in (*FACTORS, *SETUP) if record[key] != base[key]]
-        text = "decoupled" + (": " + ", ".join(item for item in special if item) if special else ", base")
+        special = [_special(key, record[key]) for key in (*FACTORS, *SETUP) if record[key] != base[key]]
+        text = "decoupled" + (": " + ", ".join(special) if special else ", base")
     if record["config"] != "decoupled" and record["speeds"] != base["speeds"]:
         text += f", speeds {_show(record['speeds'])}"
     if record["steps"] != base["steps"]:
         text += f", {record['steps']} steps"
     return text
+
+
+def _special(key: str, value: Any) -> str:
+    return LEVERS.get(value, f"lever {value}") if key == "lever" else f"{key} {_show(value)}"
 
 
 def _show(value: Any) -> str:

@@ -159,6 +159,8 @@ def test_none_can_be_printed_and_read(tmp_path: Path) -> None:
 CHANGES: dict[str, object] = {
     "rounds.quorum": 7,
     "rounds.inner_steps": 99,
+    "rounds.later_inner_steps": 99,
+    "rounds.later_from_tokens": 1000,
     "rounds.grace_factor": 0.1,
     "rounds.grace_cap_s": 3.0,
     "rounds.fragments": 4,

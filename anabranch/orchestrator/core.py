@@ -101,6 +101,7 @@ class Core:
                 yield from rounds.declined(state, event, now)
             case Merged():
                 yield from rounds.merged(state, event, now)
+                yield from self._later_interval()
             case Wrote():
                 self._wrote(event, now)
             case TimerFired():
@@ -258,6 +259,16 @@ class Core:
         if event.key.startswith("rounds.grace"):
             yield from rounds.change_grace(self.state, now)
         yield from rounds.review_all(self.state, now)  # quorum and grace act at once
+
+    def _later_interval(self) -> Iterator[Instruction]:
+        """H is often smaller at first (`rounds.later_inner_steps`). Once: an operator may change it again."""
+        settings = self.state.spec.rounds
+        if settings.later_inner_steps is None or self.state.tokens < settings.later_from_tokens:
+            return
+        reason = f"{settings.later_from_tokens:,} tokens are merged"
+        for key, value in (("inner_steps", settings.later_inner_steps), ("later_inner_steps", None)):
+            self.state.spec = self.state.spec.changed(f"rounds.{key}", value)
+            yield ChangeSetting(reason, f"rounds.{key}", value)
 
     # --- stored form --------------------------------------------------------------------------------------
 

@@ -459,6 +459,30 @@ def test_inner_steps_act_at_the_next_opening() -> None:
     assert only(ev.OpenRound, bench.steps(a=1))
 
 
+def merge_once(bench: Bench) -> list[ev.Instruction]:
+    """A makes steps until a round opens, contributes, and its contribution is merged."""
+    opened = bench.steps(a=1)
+    while not only(ev.OpenRound, opened):
+        opened = bench.steps(a=1)
+    return bench.merge(one(ev.Merge, bench.contribute("a", one(ev.OpenRound, opened).fragment)))
+
+
+def test_the_interval_may_be_longer_later_in_the_run() -> None:
+    bench = Bench(make_spec(inner_steps=4, later_inner_steps=16, later_from_tokens=400))
+    bench.worker("a")
+    said = merge_once(bench)
+    assert bench.state.tokens < 400
+    assert not only(ev.ChangeSetting, said)
+    while bench.state.tokens < 400:
+        said = merge_once(bench)
+    changed = [(change.key, change.value) for change in only(ev.ChangeSetting, said)]
+    assert changed == [("rounds.inner_steps", 16), ("rounds.later_inner_steps", None)]
+    assert "400 tokens are merged" in only(ev.ChangeSetting, said)[0].reason
+    command(bench, "set", "rounds.inner_steps", 4)  # an operator knows better
+    assert not only(ev.ChangeSetting, merge_once(bench))
+    assert bench.state.spec.rounds.inner_steps == 4
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("rounds.fragments", 3), ("rounds.unheard_of", 1), ("rounds.quorum", 0), ("rounds.quorum", "most")],
