@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from anabranch.loops import in_daemon_thread, leaf
+from anabranch.loops import end_tasks, in_daemon_thread, leaf
 
 
 async def test_the_result_comes_back() -> None:
@@ -49,3 +49,24 @@ def test_it_does_not_hold_up_the_end_of_the_process() -> None:
 def test_the_leaf_of_nested_groups_is_the_first_plain_error() -> None:
     inner = ValueError("here")
     assert leaf(ExceptionGroup("outer", [ExceptionGroup("middle", [inner]), OSError()])) is inner
+
+
+async def test_tasks_have_ended_even_if_we_are_cancelled_while_we_wait() -> None:
+    ended = []
+
+    async def slow_to_end(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            ended.append(name)
+
+    tasks = [asyncio.create_task(slow_to_end(name)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(end_tasks(*tasks))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert ended == ["a", "b"]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from anabranch.errors import SpecError
+from anabranch.loops import end_tasks
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32, layout_for
 from anabranch.queue.url import RunUrl
@@ -164,9 +165,7 @@ class SyntheticWorker:
                         return
                 await acting  # it ends with the run
             finally:
-                for task in (serving, acting):
-                    task.cancel()
-                await asyncio.gather(serving, acting, return_exceptions=True)
+                await end_tasks(serving, acting)
 
     async def _act(
         self,

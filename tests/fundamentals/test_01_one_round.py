@@ -39,7 +39,9 @@ async def test_below_quorum_nothing_is_ever_merged(run_url: str, run_name: str) 
         run.add("only", Pace(step_s=0.002))
         await wait_until(lambda: len(run.tape("abandoned")) >= 3, "three rounds abandoned")
         assert run.versions() == [0, 0]
-        assert {event["reason"] for event in run.tape("abandoned")} == {"quorum 1/2"}
+        reasons = {event["reason"] for event in run.tape("abandoned")}
+        assert "quorum 1/2" in reasons
+        assert reasons <= {"quorum 0/2", "quorum 1/2"}, "on a loaded machine its answer may be late"
 
         async def says_why() -> bool:
             shown = await status(run.url)
