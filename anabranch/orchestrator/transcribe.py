@@ -90,17 +90,7 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
                 called=list(instruction.called),
             )
         case ev.Commit():
-            return msg.Merged(
-                round=instruction.round,
-                fragment=instruction.fragment,
-                timeline=instruction.timeline,
-                version=instruction.version,
-                claim=commit_claim(instruction.round),
-                closed=instruction.closed,
-                verdicts=_verdicts(instruction.verdicts),
-                tokens=min(instruction.tokens, msg.MOST_TOKENS),
-                reason=instruction.reason[:_REASON_LIMIT],
-            )
+            return _merged(instruction, commit_claim(instruction.round))
         case ev.Abandon():
             return msg.Abandoned(
                 round=instruction.round,
@@ -130,6 +120,20 @@ def _message(instruction: ev.Instruction, commit_claim: Callable[[int], msg.Clai
                 return msg.Stop(reason=instruction.reason)
             return msg.Pause() if what == "pause" else msg.Resume()
     return None
+
+
+def _merged(commit: ev.Commit, claim: msg.Claim) -> msg.Merged:
+    return msg.Merged(
+        round=commit.round,
+        fragment=commit.fragment,
+        timeline=commit.timeline,
+        version=commit.version,
+        claim=claim,
+        closed=commit.closed,
+        verdicts=_verdicts(commit.verdicts),
+        tokens=min(commit.tokens, msg.MOST_TOKENS),
+        reason=commit.reason[:_REASON_LIMIT],
+    )
 
 
 def _leases(grant: ev.Grant) -> msg.Leases:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from urllib.parse import urlsplit, urlunsplit
+from contextlib import AbstractAsyncContextManager, suppress
+
+from tests.between import between
 
 PIECE = 16 * 1024  # bytes: what others wait for at most, each
 
@@ -50,19 +50,6 @@ class _Line:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@asynccontextmanager
-async def slow_line(run_url: str, bits_per_s: float) -> AsyncIterator[tuple[str, _Line]]:
+def slow_line(run_url: str, bits_per_s: float) -> AbstractAsyncContextManager[tuple[str, _Line]]:
     """The run's URL through the line, and the line."""
-    parts = urlsplit(run_url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    line = _Line((parts.hostname, parts.port), bits_per_s / 8)
-    server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    credentials, at, _ = parts.netloc.rpartition("@")
-    try:
-        yield urlunsplit(parts._replace(netloc=f"{credentials}{at}127.0.0.1:{port}")), line
-    finally:
-        server.close()
-        await line.hang_up()
-        await server.wait_closed()
+    return between(run_url, lambda upstream: _Line(upstream, bits_per_s / 8))

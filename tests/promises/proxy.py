@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit, urlunsplit
+
+from tests.between import between
 
 
 @dataclass
@@ -85,21 +86,8 @@ class LosingProxy:
         await asyncio.gather(*tasks)
 
 
-@asynccontextmanager
-async def losing_proxy(
+def losing_proxy(
     run_url: str, marker: bytes, loses: Callable[[int], bool]
-) -> AsyncIterator[tuple[str, LosingProxy]]:
+) -> AbstractAsyncContextManager[tuple[str, LosingProxy]]:
     """The run's URL through a proxy, and the proxy."""
-    parts = urlsplit(run_url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    proxy = LosingProxy((parts.hostname, parts.port), marker, loses)
-    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    credentials, at, _ = parts.netloc.rpartition("@")
-    try:
-        yield urlunsplit(parts._replace(netloc=f"{credentials}{at}127.0.0.1:{port}")), proxy
-    finally:
-        server.close()
-        await proxy.hang_up()
-        await server.wait_closed()
+    return between(run_url, lambda upstream: LosingProxy(upstream, marker, loses))

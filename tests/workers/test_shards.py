@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_a_map_style_dataset() -> None:
 def test_a_hugging_face_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal data has an equal fingerprint in every process, as long as it was made the same way."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets: Any = pytest.importorskip("datasets")
+    datasets: Any = import_module("datasets")  # after the environment is set; it is among the test dependencies
 
     def made(last: int) -> MapStyle[list[list[int]]]:
         rows = datasets.Dataset.from_dict({"input_ids": [[0, 1], [2, 3], [4, last]]})
