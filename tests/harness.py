@@ -142,8 +142,11 @@ async def bench(
     init: Path | None = None,
     checkpoints: str | None = None,
     look_back: bool = True,
+    drain_s: float = 0.0,
 ) -> AsyncIterator[Bench]:
-    """Lead the run of `run_url` until the block ends. `look_back`: `Bench.tape` forgets nothing."""
+    """Lead the run of `run_url` until the block ends. `look_back`: `Bench.tape` forgets nothing. `drain_s`: then take
+    the time, as the command line does, to merge and save what is under way: the last checkpoint is the vault's model.
+    """
     url = RunUrl.parse(run_url)
     redis = connect(url, name="test")
     synchronizer = Synchronizer(url, spec, directory=directory, init=init, checkpoints=checkpoints)
@@ -163,7 +166,7 @@ async def bench(
                 for worker in made.tasks.values():
                     worker.cancel()
     finally:
-        synchronizer.end()
+        synchronizer.end(drain_s)
         await task
         await redis.aclose()
 

@@ -83,7 +83,7 @@ async def test_the_loop_learns_and_an_evaluator_measures_and_samples_it(
     run_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """nanogpt_loop.py trains, `anabranch evaluator` follows it with custom_task.py, `anabranch sample` writes."""
-    async with bench(run_url, spec_of(run_name), directory=tmp_path) as run:
+    async with bench(run_url, spec_of(run_name), directory=tmp_path, drain_s=60.0) as run:
         with (
             example(str(EXAMPLES / "nanogpt_loop.py"), run_url) as loop,
             process(
@@ -105,10 +105,10 @@ async def test_the_loop_learns_and_an_evaluator_measures_and_samples_it(
         assert min(losses[1:]) < losses[0]
         assert "the global model continues 'def '" in watched
         assert run.state.counts.get("ledger mismatches", 0) == 0
-        monkeypatch.syspath_prepend(str(EXAMPLES))
-        text = sample_checkpoint(tmp_path, "def ", 20, 0.8, 1)
-        assert text.startswith("def ")
-        assert len(text) > 10
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    text = sample_checkpoint(tmp_path, "def ", 20, 0.8, 1)
+    assert text.startswith("def ")
+    assert len(text) > 10
 
 
 async def test_a_custom_task_trains_on_what_the_run_hands_out(run_url: str, run_name: str) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,17 @@ def test_a_missing_library_says_what_to_install(folder: Path, text: Path, monkey
         task_of(folder, text, **LORA).build_model()
 
 
+def test_two_threads_that_load_at_once_leave_transformers_as_it_was(
+    folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its patches are not undone if they overlap, and no model of this process has tied weights from then on."""
+    ties = transformers.PreTrainedModel.tie_weights
+    monkeypatch.setattr(transformers.PreTrainedModel, "tie_weights", ties)  # put back, whatever happens here
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: task_of(folder, text).build_model(), range(8)))
+    assert transformers.PreTrainedModel.tie_weights is ties
+
+
 # --- data -----------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +219,7 @@ async def test_workers_with_their_own_places_fine_tune_one_checkpoint(
     spec = make_spec(run_name, task={"name": "hf", "options": {"context": 32, "batch": 2, "learning_rate": 1e-2}})
     places = ("--model", str(folder), "--data", str(text), "--lora")
     (tmp_path / "run").mkdir()
-    async with bench(run_url, spec, directory=tmp_path / "run") as run:
+    async with bench(run_url, spec, directory=tmp_path / "run", drain_s=60.0) as run:
         with process("worker", run_url, "--name", "w", "--task", "hf", *places) as worker:
             await run.reach(3, timeout_s=60)
             whole = MemberOptions(name="x", task_options={"model": str(folder), "data": str(text)})
@@ -231,7 +243,7 @@ async def test_a_whole_model_is_fine_tuned_measured_and_exported(
     options = {"model": str(folder), "data": str(text), "context": 32, "batch": 2, "learning_rate": 1e-2}
     spec = make_spec(run_name, task={"name": "hf", "options": options})
     (tmp_path / "run").mkdir()
-    async with bench(run_url, spec, directory=tmp_path / "run") as run:
+    async with bench(run_url, spec, directory=tmp_path / "run", drain_s=60.0) as run:
         members = [
             asyncio.to_thread(run_worker, run.url, MemberOptions(name="w"), Ending()),
             asyncio.to_thread(run_evaluator, run.url, MemberOptions(name="e", every_s=0.1), Ending()),
@@ -243,10 +255,10 @@ async def test_a_whole_model_is_fine_tuned_measured_and_exported(
         await taking_part
         roles = {m.role for m in run.state.members.values()} | {d.role for d in run.state.departed}
         assert roles == {"worker", "evaluator"}
-        vault = run.synchronizer.vault
-        assert vault is not None
-        assert vault.layout is not None
-        trained = unflatten(vault.layout, [version.theta for version in vault.versions])
+    vault = run.synchronizer.vault
+    assert vault is not None
+    assert vault.layout is not None
+    trained = unflatten(vault.layout, [version.theta for version in vault.versions])
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     ours: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)

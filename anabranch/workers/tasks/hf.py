@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from anabranch.workers.tasks.options import read_options, require
 from anabranch.workers.tokens import TokenCorpus, load_tokens
 
 log = logging.getLogger("anabranch.worker")
+
+_LOADING = threading.Lock()  # transformers patches its classes meanwhile: what two threads put back stays patched
 
 HELDOUT_WINDOWS = 64
 _DTYPES = ("float32", "bfloat16")
@@ -122,9 +125,10 @@ class HFTask:
         transformers = _needed("transformers")
         dtype = getattr(torch, self.config.dtype) if self.config.lora else torch.float32
         try:
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self._folder, dtype=dtype, local_files_only=True
-            )
+            with _LOADING:
+                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    self._folder, dtype=dtype, local_files_only=True
+                )
         except (OSError, ValueError) as error:
             raise SpecError(f"task.options.model = {self.config.model!r} cannot be loaded: {error}") from error
         limit = getattr(model.config, "max_position_embeddings", None)
