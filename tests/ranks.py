@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +34,64 @@ Result = dict[str, Any]
 # --- in the test's process ------------------------------------------------------------------------------------
 
 
+PATIENCE_S = 90.0  # for a scene, or for both to have started: shorter than any test's own limit
+
+READY: Result = {"ready": True}
+
+
 @dataclass
 class Ranks:
     """The processes; `play` a scene on all of them at once."""
 
     processes: list[subprocess.Popen[str]]
+    _said: list[queue.SimpleQueue[Result | None]] = field(default_factory=list)
+    _heard: list[int] = field(default_factory=list)
+    _begun: int = 0
+
+    def __post_init__(self) -> None:
+        """Threads of their own read what they say: one that says nothing holds up no executor, and so no test."""
+        for process in self.processes:
+            said: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+            self._said.append(said)
+            self._heard.append(0)
+            threading.Thread(target=_read, args=(process, said), daemon=True).start()
 
     async def play(self, scene: str, url: str, **options: Any) -> list[Result]:
         """What each rank made of the scene."""
         self.begin(scene, url, **options)
         return await asyncio.gather(*(asyncio.to_thread(self.result, rank) for rank in range(len(self.processes))))
 
+    @property
+    def resting(self) -> bool:
+        """Whether every scene was heard to its end, on all ranks: else the next test would hear the last one's."""
+        return all(process.poll() is None for process in self.processes) and set(self._heard) == {self._begun}
+
     def begin(self, scene: str, url: str, **options: Any) -> None:
+        self._begun += 1
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps([scene, url, options]) + "\n")
             process.stdin.flush()
 
     def result(self, rank: int) -> Result:
-        stdout = self.processes[rank].stdout
-        assert stdout is not None
-        for line in stdout:
+        """The next one of this rank."""
+        try:
+            found = self._said[rank].get(timeout=PATIENCE_S)
+        except queue.Empty:
+            raise AssertionError(f"rank {rank} said nothing for {PATIENCE_S:g} s") from None
+        assert found is not None, f"rank {rank} ended without a result"
+        self._heard[rank] += found != READY
+        return found
+
+
+def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[Result | None]) -> None:
+    """What a rank says, and None at its end."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
             if line.startswith("{"):
-                found: Result = json.loads(line)
-                return found
-        raise AssertionError(f"rank {rank} ended without a result")
+                said.put(json.loads(line))
+    said.put(None)
 
 
 @contextmanager
@@ -68,11 +103,17 @@ def started(folder: Path, size: int = 2) -> Iterator[Ranks]:
         for rank in range(size)
     ]
     try:
-        yield Ranks(processes)
+        ranks = Ranks(processes)
+        for rank in range(size):  # torch takes its time, which is no scene's
+            assert ranks.result(rank) == READY
+        yield ranks
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.wait()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 # --- in the ranks' processes ----------------------------------------------------------------------------------
@@ -226,14 +267,19 @@ def serve(file: str, rank: int, size: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
     known = (train, join, join_sharded, own_batches, shared_batches, waits, breaks)
     scenes = {scene.__name__: scene for scene in known}
+    _say(READY)
     for line in sys.stdin:
         scene, url, options = json.loads(line)
         try:
             result = scenes[scene](url, rank, **options)
         except Exception as error:
             result = {"error": type(error).__name__, "text": str(error)}
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+        _say(result)
+
+
+def _say(result: Result) -> None:
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import time
+from typing import Any
 
+from anabranch.orchestrator.clock import LONGEST_STEP_S
+from anabranch.orchestrator.policies import EXPIRY_HEARTBEATS
+from anabranch.orchestrator.state import Departed, Member
 from anabranch.workers.synthetic import Pace
-from tests.harness import bench, make_spec, process
+from tests.harness import Bench, bench, make_spec, process
 from tests.wait import wait_until
 
 HEARTBEAT_S = 0.5
+
+
+def lives(run: Bench, name: str) -> list[Member]:
+    return [member for member in run.state.members.values() if member.name == name]
+
+
+def gone(run: Bench, incarnation: int) -> list[dict[str, Any]]:
+    return [event for event in run.tape("gone") if event["incarnation"] == incarnation]
+
+
+def closed(run: Bench, incarnation: int) -> list[Departed]:
+    return [books for books in run.state.departed if books.incarnation == incarnation]
 
 
 async def test_kill_minus_nine(run_url: str, run_name: str) -> None:
@@ -19,18 +35,21 @@ async def test_kill_minus_nine(run_url: str, run_name: str) -> None:
         run.add("survivor", Pace(step_s=0.01))
         await run.reach(1)
         with process("worker", run_url, "--name", "victim") as victim:
-            await wait_until(
-                lambda: any(m.name == "victim" and m.last_round for m in run.state.members.values()),
-                "the victim takes part",
-                timeout_s=20,
-            )
+            await wait_until(lambda: any(m.last_round for m in lives(run, "victim")), "the victim takes part")
+            await run.settle()  # so that what it holds cannot be merged any more
+            await wait_until(lambda: any(sum(m.pending) for m in lives(run, "victim")), "it holds unmerged tokens")
             os.kill(victim.pid, signal.SIGKILL)
-            killed_at, merged = time.monotonic(), sum(run.versions())
-            await wait_until(lambda: bool(run.tape("gone")), "the victim is gone")
-            assert time.monotonic() - killed_at <= 3 * HEARTBEAT_S + 1.0  # 1.0: a loaded test machine
-        await wait_until(lambda: bool(run.state.departed), "its books are closed")
-        books = run.state.departed[0]
-        assert books.name == "victim"
+            killed = lives(run, "victim")[-1].incarnation
+            await run.command("resume")
+            merged = sum(run.versions())
+            await wait_until(lambda: gone(run, killed), "the victim is gone")
+        [end] = gone(run, killed)
+        said = re.fullmatch(r"victim: no heartbeat for ([\d.]+) s", end["reason"])
+        assert said is not None
+        silent_s = float(said[1])  # rounded, and by the run's clock, which has a longest step however loaded we are
+        assert EXPIRY_HEARTBEATS * HEARTBEAT_S - 0.05 <= silent_s <= 3 * HEARTBEAT_S + LONGEST_STEP_S + 0.05
+        await wait_until(lambda: closed(run, killed), "its books are closed")
+        [books] = closed(run, killed)
         assert books.lost > 0
         assert books.processed == books.applied + books.rejected + books.discarded + books.lost
         await wait_until(lambda: sum(run.versions()) > merged + 4, "rounds go on")
@@ -41,13 +60,12 @@ async def test_restarted_under_its_name_it_takes_part_again(run_url: str, run_na
     async with bench(run_url, make_spec(run_name)) as run:
         run.add("steady")
         run.add("flaky")
-        await wait_until(
-            lambda: any(m.name == "flaky" and m.last_round for m in run.state.members.values()), "flaky takes part"
-        )
+        await wait_until(lambda: any(m.last_round for m in lives(run, "flaky")), "flaky takes part")
         run.kill("flaky")
-        await wait_until(lambda: any(d.name == "flaky" for d in run.state.departed), "flaky's books are closed")
+        killed = lives(run, "flaky")[-1].incarnation
+        await wait_until(lambda: closed(run, killed), "flaky's books are closed")
         run.add("flaky")
         await wait_until(
-            lambda: any(m.name == "flaky" and m.last_round for m in run.state.members.values()),
-            "flaky takes part again",
+            lambda: any(m.last_round and m.incarnation > killed for m in lives(run, "flaky")),
+            "it takes part again",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,10 +25,23 @@ from tests.workers.test_warm_start import adamw, optimize, stepping, warm_up
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two processes that play the tests' scenes one after the other."""
-    with started(tmp_path_factory.mktemp("ranks")) as processes:
-        yield processes
+def troupe() -> Iterator[list[tuple[Ranks, ExitStack]]]:
+    """Where `ranks` keeps its processes from test to test."""
+    kept: list[tuple[Ranks, ExitStack]] = []
+    yield kept
+    for _, stack in kept:
+        stack.close()
+
+
+@pytest.fixture
+def ranks(troupe: list[tuple[Ranks, ExitStack]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two processes that play the tests' scenes one after the other; new ones after a test that left a scene."""
+    if not troupe:
+        stack = ExitStack()
+        troupe.append((stack.enter_context(started(tmp_path_factory.mktemp("ranks"))), stack))
+    yield troupe[0][0]
+    if not troupe[0][0].resting:
+        troupe.pop()[1].close()
 
 
 def spec_of(run: str, **sections: Any) -> RunSpec:
@@ -51,7 +65,7 @@ async def departed(run: Bench) -> Any:
 async def test_two_ranks_are_one_worker_with_equal_bits(run_url: str, run_name: str, ranks: Ranks) -> None:
     async with bench(run_url, spec_of(run_name)) as run:
         ranks.begin("train", run_url, tokens=400)
-        await wait_until(lambda: losses(run), "it tells its loss", timeout_s=20)
+        await wait_until(lambda: losses(run), "it tells its loss")
         assert members(run) == ["island"]
         assert losses(run) == [pytest.approx((3 * 1 + 4 * 2) / 7)], "a mean over tokens: 3 of loss 1, 4 of loss 2"
         zero, one = [await asyncio.to_thread(ranks.result, rank) for rank in (0, 1)]
