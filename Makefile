@@ -24,10 +24,10 @@ demo: $(STAMP)  ## three unequal workers train one model on this machine for two
 
 test: $(STAMP)  ## the whole test suite, with a real server, real processes and a real browser
 	$(BIN)/python -m tests.tools --install
-	$(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 4 --dist loadscope --max-worker-restart 0
+	$(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 4 --dist loadscope --max-worker-restart 4
 
 soak: $(STAMP)  ## the promises' long forms (10 minutes); writes docs/results/*.json, or into ANABRANCH_RESULTS
-	$(BIN)/python -m pytest -q -s -m soak tests/promises tests/scripts
+	$(BIN)/python -m pytest -q -s -m soak -o faulthandler_timeout=0 tests/promises tests/scripts
 
 lint: $(STAMP)  ## ruff and strict type checking
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import inspect
 import os
@@ -17,11 +18,16 @@ import pytest
 import redis
 
 from anabranch.queue.embedded import EmbeddedServer, ServerOptions
+from tests.leaks import changes, look
 
 ServerFactory = Callable[..., EmbeddedServer]
 
 _SEED = pytest.StashKey[int]()
 _SEED_FROM_MAIN = "anabranch_seed"
+_TIDY_S = 15.0  # an async test ends so much before its limit: by itself, with its servers and processes
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers, in whatever order tests run
+os.environ["OMP_NUM_THREADS"] = "1"  # several test processes, with processes of their own, share few cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +48,29 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     if exitstatus != 0:  # the header is not shown with -q
         terminalreporter.write_line(pytest_report_header(config))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """An async test that takes too long is cancelled from within its loop. An alarm's exception may be raised in any
+    task, and then ends that one and not the test."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        marker = item.get_closest_marker("timeout")
+        limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+        item.obj = _bounded(item.obj, limit_s - _TIDY_S)
+
+
+def _bounded(test: Callable[..., Any], limit_s: float) -> Callable[..., Any]:
+    @functools.wraps(test)
+    async def bounded(*args: Any, **kwargs: Any) -> None:
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await test(*args, **kwargs)
+        except TimeoutError:
+            if limit.expired():
+                raise AssertionError(f"not done after {limit_s:g} s") from None
+            raise
+
+    return bounded
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +133,15 @@ def _no_keys_left(request: pytest.FixtureRequest) -> Iterator[None]:
     strays = sorted(key.decode(errors="replace") for key in keys if not key.startswith(b"anabranch:"))
     if strays:
         pytest.fail(f"the test left keys outside `anabranch:`: {', '.join(strays[:5])}")
+
+
+@pytest.fixture(autouse=True)
+def _process_stays_as_it_was() -> Iterator[None]:
+    """What a test changes in the process it shares with others, and does not put back, fails it."""
+    before = look()
+    yield
+    if changed := changes(before, look()):
+        pytest.fail(f"the test left changed: {'; '.join(changed)}")
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -23,9 +23,6 @@ from anabranch.spec import RunSpec, parse_spec
 from anabranch.workers.export import CONFIG, INDEX, WEIGHTS, ExportOptions, export_checkpoint
 from anabranch.workers.torch_store import trainable
 from tests.saved import entries, flip, memory_url, save_model
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-import transformers  # reads the environment
 
 SPEC = parse_spec({"rounds": {"fragments": 3}, "task": {"name": "own.module:Task"}})
 TINY = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from anabranch.workers.tasks.gpt import GPT, GPTTask
 from tests.saved import memory_url, save_model
 
 SMALL = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "warmup_tokens": 0, "learning_rate": 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from anabranch.errors import CheckpointError, LayoutMismatch, SpecError, UsageError
@@ -31,9 +31,6 @@ from anabranch.workers.torch_store import trainable
 from tests.harness import bench, make_spec, process
 from tests.saved import entries, save_model
 from tests.wait import wait_until
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-import transformers  # reads the environment
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 
@@ -61,12 +58,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def task_of(folder: Path, text: Path, **options: Any) -> HFTask:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,17 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from anabranch.errors import LayoutMismatch, UsageError
 from anabranch.model import unflatten
 from anabranch.spec import RunSpec
+from anabranch.workers.integrations.huggingface import AnabranchCallback, _Counter, _predictions
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-import transformers  # reads the environment
-
-from anabranch.workers.integrations.huggingface import AnabranchCallback, _Counter, _predictions
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 
@@ -49,14 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, hf_trainer: Any) -> Path:
 def data(folder: Path, hf_trainer: Any) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return hf_trainer.blocks(tokenizer, hf_trainer.text_of(None))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def load(folder: Path) -> Any:
@@ -232,7 +220,10 @@ async def test_adapters_of_another_shape_are_refused_naming_the_tensor(
         ({"fsdp": True}, "fsdp = .*it must be empty"),
     ],
 )
-def test_what_would_train_other_parameters_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_would_train_other_parameters_is_refused(
+    settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # transformers sets it, for good
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **settings)
     with pytest.raises(UsageError, match=words):
         AnabranchCallback("redis://127.0.0.1:1/0").on_train_begin(arguments, None, None, model=None)
