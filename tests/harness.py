@@ -28,7 +28,7 @@ from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec, parse_spec
 from anabranch.workers.client import Client
 from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticWorker
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 
 def make_spec(run: str, **sections: Any) -> RunSpec:
@@ -85,7 +85,7 @@ class Bench:
         core = self.synchronizer.core
         return [fragment.version for fragment in core.state.fragments] if core is not None else []
 
-    async def reach(self, version: int, timeout_s: float = 20.0) -> None:
+    async def reach(self, version: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until every fragment has this version."""
         await wait_until(
             lambda: bool(self.versions()) and min(self.versions()) >= version, f"version {version}", timeout_s

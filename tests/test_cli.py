@@ -17,6 +17,7 @@ from anabranch import cli
 from anabranch._version import VERSION
 from anabranch.spec import RunSpec, load_spec
 from tests.conftest import ServerFactory
+from tests.wait import PATIENCE_S
 
 COMMANDS = sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
 NOBODY = "redis://127.0.0.1:1/0"
@@ -34,7 +35,11 @@ def test_the_version() -> None:
 
 def test_it_can_be_run_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "anabranch", "--version"], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-m", "anabranch", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == f"anabranch {VERSION}\n"
 
@@ -181,7 +186,7 @@ def test_one_line_in_a_process_of_its_own() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from anabranch.loops import end_tasks, in_daemon_thread, leaf
+from tests.wait import PATIENCE_S
 
 
 async def test_the_result_comes_back() -> None:
@@ -43,7 +44,7 @@ def test_it_does_not_hold_up_the_end_of_the_process() -> None:
         "    await asyncio.sleep(0)\n"
         "run_async(main())\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False).returncode == 0
 
 
 def test_the_leaf_of_nested_groups_is_the_first_plain_error() -> None:

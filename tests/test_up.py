@@ -25,7 +25,7 @@ from anabranch.orchestrator.checkpoint import complete_checkpoints
 from anabranch.queue.url import RunUrl
 from anabranch.up import RunDirectory, UpOptions, bring_up, reachable_url
 from tests.harness import make_spec, process
-from tests.wait import wait_until, wait_until_sync
+from tests.wait import PATIENCE_S, wait_until, wait_until_sync
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Running:
 
     def end(self) -> int:
         self.child.send_signal(signal.SIGTERM)
-        return self.child.wait(timeout=20)
+        return self.child.wait(timeout=PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
         result = CliRunner().invoke(app, ["status", self.url, "--json"])
@@ -95,7 +95,7 @@ def anabranch(*arguments: str, url: str | None = None) -> subprocess.CompletedPr
     environment = {**os.environ, **({"ANABRANCH_URL": url} if url else {})}
     return subprocess.run(
         [sys.executable, "-m", "anabranch", *arguments],
-        env=environment, capture_output=True, text=True, check=False, timeout=30,
+        env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_the_join_line_works_as_it_is_printed(running: Running) -> None:
         command, env={**os.environ, "PATH": path}, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        wait_until_sync(lambda: running.status().get("tokens", 0) > 0, "something was merged", timeout_s=30)
+        wait_until_sync(lambda: running.status().get("tokens", 0) > 0, "something was merged")
         assert [member["name"] for member in running.status()["members"]] == ["joiner"]
     finally:
         os.killpg(joiner.pid, signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_it_ends_on_a_signal_and_continues_under_the_same_address(tmp_path: Path
     directory = tmp_path / "run"
     with up(directory, "--name", "mine", "--spec", str(spec)) as first:
         with process("worker", "--name", "w", environment={"ANABRANCH_URL": first.url}):
-            wait_until_sync(lambda: first.status().get("tokens", 0) > 0, "something was merged", timeout_s=30)
+            wait_until_sync(lambda: first.status().get("tokens", 0) > 0, "something was merged")
         assert first.end() == 0
     with up(directory, "--name", "mine") as second:
         assert second.url == first.url
@@ -177,7 +177,7 @@ def test_it_ends_on_a_signal_and_continues_under_the_same_address(tmp_path: Path
         assert min(fragment["version"] for fragment in shown["fragments"]) >= 0
         assert shown["settings"]["inner_steps"] == 8, "the stored definition is in force"
         assert anabranch("stop", url=second.url).returncode == 0
-        assert second.child.wait(timeout=20) == 0
+        assert second.child.wait(timeout=PATIENCE_S) == 0
     assert len(complete_checkpoints(directory)) == 1
 
 
@@ -266,7 +266,7 @@ def _server_pid(running: Running) -> int:
 
 def test_it_says_so_when_its_server_dies(tmp_path: Path, spec: Path) -> None:
     with up(tmp_path / "run", "--name", "mine", "--spec", str(spec)) as running:
-        wait_until_sync(lambda: running.status()["leader"], "the synchronizer leads", timeout_s=20)
+        wait_until_sync(lambda: running.status()["leader"], "the synchronizer leads")
         os.kill(_server_pid(running), signal.SIGKILL)
-        assert running.child.wait(timeout=20) == 2
+        assert running.child.wait(timeout=PATIENCE_S) == 2
         assert "the embedded server ended by itself" in running.log.read_text()

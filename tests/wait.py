@@ -8,10 +8,13 @@ import time
 from collections.abc import Awaitable, Callable
 
 POLL_S = 0.01
+PATIENCE_S = (
+    60.0  # says nothing about speed: only a test that fails waits so long. Where speed is promised, measure it
+)
 
 
 async def wait_until(
-    predicate: Callable[[], object] | Callable[[], Awaitable[object]], what: str, timeout_s: float = 10.0
+    predicate: Callable[[], object] | Callable[[], Awaitable[object]], what: str, timeout_s: float = PATIENCE_S
 ) -> None:
     """Return once `predicate()`, plain or async, is true; AssertionError naming `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
@@ -26,7 +29,7 @@ async def wait_until(
         await asyncio.sleep(POLL_S)
 
 
-def wait_until_sync(predicate: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+def wait_until_sync(predicate: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
     """The same without an event loop."""
     deadline = time.monotonic() + timeout_s
     while not predicate():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.wait import wait_until_sync
+from tests.wait import PATIENCE_S, wait_until_sync
 
 MARK = "ANABRANCH_TEST_MARK"
 COLUMNS = ("applied", "rejected", "discarded", "lost", "pending")
@@ -69,7 +69,7 @@ def running(directory: Path, *arguments: str) -> Iterator[Running]:
         if process.poll() is None:
             process.kill()
         process.communicate()
-        wait_until_sync(lambda: not demo.family(), "nothing of the demo runs any more", timeout_s=15)
+        wait_until_sync(lambda: not demo.family(), "nothing of the demo runs any more")
 
 
 def test_a_short_demo_with_a_worker_killed_in_the_middle(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def _sample(checkpoint: Path) -> None:
 )
 def test_nothing_keeps_running(tmp_path: Path, number: signal.Signals, status: int) -> None:
     with running(tmp_path / "run", "--minutes", "5", "--workers", "1") as demo:
-        wait_until_sync(lambda: "joined run" in demo.log("full"), "a worker joined", timeout_s=60)
+        wait_until_sync(lambda: "joined run" in demo.log("full"), "a worker joined")
         assert len(demo.family()) >= 5  # demo, server, evaluator, worker, their watchdogs
         demo.process.send_signal(number)
-        assert demo.process.wait(timeout=30) == status
-        wait_until_sync(lambda: not demo.family(), "nothing keeps running", timeout_s=10)
+        assert demo.process.wait(timeout=PATIENCE_S) == status
+        wait_until_sync(lambda: not demo.family(), "nothing keeps running")

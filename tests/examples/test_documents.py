@@ -47,7 +47,7 @@ async def test_the_task_in_the_document_trains_in_a_run(
             losses.extend(member.loss for member in run.state.members.values() if member.loss is not None)
             return bool(losses) and losses[-1] < losses[0] / 2
 
-        await wait_until(learns, "its loss is halved", 40)
+        await wait_until(learns, "its loss is halved")
         await run.reach(3)
         ending.reason = "test"
         await worker

@@ -91,11 +91,9 @@ async def test_the_loop_learns_and_an_evaluator_measures_and_samples_it(
                 environment={"PYTHONPATH": str(EXAMPLES)},
             ) as evaluator,
         ):  # fmt: skip
-            await wait_until(
-                lambda: {m.role for m in run.state.members.values()} == {"worker", "evaluator"}, "both", 30
-            )
-            await run.reach(15, timeout_s=40)
-            await wait_until(lambda: len(run.state.heldout) >= 3, "it is measured", 30)
+            await wait_until(lambda: {m.role for m in run.state.members.values()} == {"worker", "evaluator"}, "both")
+            await run.reach(15)
+            await wait_until(lambda: len(run.state.heldout) >= 3, "it is measured")
             await run.command("stop")
             said = await output(loop)
             watched = await output(evaluator)
@@ -117,7 +115,7 @@ async def test_a_custom_task_trains_on_what_the_run_hands_out(run_url: str, run_
         with in_process("nanogpt_loop") as nanogpt_loop:
             ending = Ending()
             worker = asyncio.create_task(asyncio.to_thread(run_worker, run.url, MemberOptions(name="w"), ending))
-            await run.reach(2, timeout_s=40)
+            await run.reach(2)
             model = nanogpt_loop.NanoGPT()
             loop = await asyncio.to_thread(anabranch.join, run.url, model, name="loop")
             loop.step(tokens=1, loss=torch.ones((), requires_grad=True))  # as it comes out of a loop
@@ -137,7 +135,7 @@ async def test_a_torchrun_island_is_one_worker(run_url: str, run_name: str, tmp_
             *TORCHRUN,
             str(EXAMPLES / "ddp_island.py"), run_url, "--name", "island", "--save", str(tmp_path),
         ) as island:  # fmt: skip
-            await run.reach(4, timeout_s=60)
+            await run.reach(4)
             assert [m.name for m in run.state.members.values()] == ["island"]
             await run.command("stop")
             said = await output(island)

@@ -21,7 +21,7 @@ from anabranch.cli import app
 from anabranch.operate import status
 from anabranch.queue.url import RunUrl
 from tests.harness import process
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("layers=1", "width=16", "heads=2", "context=16")
@@ -56,9 +56,9 @@ class Home:
         return {"ANABRANCH_URL": self.url}
 
     async def answers(self) -> None:
-        await wait_until(lambda: bool(self.url), "up prints how to join", 30.0)
+        await wait_until(lambda: bool(self.url), "up prints how to join")
 
-    async def sees(self, what: str, check: Any, timeout_s: float = 60.0) -> None:
+    async def sees(self, what: str, check: Any, timeout_s: float = PATIENCE_S) -> None:
         """Wait until `check` holds for what `anabranch status` shows."""
 
         async def holds() -> bool:
@@ -79,7 +79,7 @@ def merged(shown: dict[str, Any], name: str) -> bool:
 async def ended(child: subprocess.Popen[bytes]) -> int:
     """Its exit status; if it does not end, what it was."""
     words = child.args if isinstance(child.args, list) else []
-    await wait_until(lambda: child.poll() is not None, f"it ends: {' '.join(map(str, words[3:6]))}", 60.0)
+    await wait_until(lambda: child.poll() is not None, f"it ends: {' '.join(map(str, words[3:6]))}")
     return child.returncode
 
 

@@ -44,7 +44,7 @@ async def test_it_leads_a_run_where_torch_cannot_be_imported(run_url: str, run_n
     task = asyncio.create_task(worker.run(), name="worker")
     try:
         await wait_until(
-            lambda: task.done() or (worker.ready.is_set() and worker.client.tokens > 0), "something was merged", 30
+            lambda: task.done() or (worker.ready.is_set() and worker.client.tokens > 0), "something was merged"
         )
         assert not task.done(), task
     finally:

@@ -13,7 +13,7 @@ async def test_a_slow_worker_takes_part(run_url: str, run_name: str) -> None:
     async with bench(run_url, make_spec(run_name, rounds=ROUNDS)) as run:
         run.add("fast", Pace(step_s=0.02))
         slow = run.add("slow", Pace(step_s=0.2))  # a round opens about every 6 × 0.02 s
-        await wait_until(lambda: _called(run, slow.client.incarnation) >= 12, "slow was called", 40)
+        await wait_until(lambda: _called(run, slow.client.incarnation) >= 12, "slow was called")
         called, merged = _called(run, slow.client.incarnation), 0
         for event in run.tape("merged"):
             merged += any(weight[0] == slow.client.incarnation for weight in event["weights"])
@@ -38,5 +38,5 @@ async def test_a_step_longer_than_h_paced_steps_is_shown_and_not_waited_for(run_
             members = (await status(run.url)).get("members", [])
             return any(m["name"] == "glacier" and m["condition"] == "step too long for H" for m in members)
 
-        await wait_until(shown, "status says why the glacier is not called", 20)
+        await wait_until(shown, "status says why the glacier is not called")
         await run.reach(max(run.versions()) + 3)

@@ -40,7 +40,7 @@ from anabranch.workers.learner import Refusal
 from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions, SyntheticWorker
 from tests.harness import ScriptedStore, make_spec, scripted
 from tests.promises.zygote import LOG_NAME
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 FRAGMENTS = 2
@@ -219,7 +219,7 @@ class Stored:
             books[int(incarnation), int(fragment), column] = int(value)
         return books
 
-    async def reach(self, version: int, timeout_s: float = 60.0) -> None:
+    async def reach(self, version: int, timeout_s: float = PATIENCE_S) -> None:
         async def reached() -> bool:
             versions = await self.versions()
             return bool(versions) and min(versions) >= version
@@ -302,7 +302,7 @@ async def adopted_by_all(workers: dict[str, SyntheticWorker], version: int) -> N
             for learner in learners
         )
 
-    await wait_until(adopted, f"every worker has adopted version {version}", 30.0)
+    await wait_until(adopted, f"every worker has adopted version {version}")
 
 
 # --- lives ------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class Zygote:
             assert ready, f"nothing was born within {BEGIN_S:g} s"
             self.listen()
 
-    async def end(self, life: Life, what: str, timeout_s: float = 30.0) -> int:
+    async def end(self, life: Life, what: str, timeout_s: float = PATIENCE_S) -> int:
         """Wait until a life is over; its exit status."""
 
         def over() -> bool:

@@ -1,4 +1,4 @@
-"""A task whose fourth step takes a minute, `tests.promises.long_step:LongStep`; it touches `marker` then."""
+"""A task whose fourth step takes minutes, `tests.promises.long_step:LongStep`; it touches `marker` then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny_task import TinyBatch, TinyTask
 
-LONG_S = 60.0
+LONG_S = 240.0
 QUICK_STEPS = 3
 TOKENS = TinyBatch.tokens
 

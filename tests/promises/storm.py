@@ -38,9 +38,8 @@ from tests.harness import Bench, bench
 from tests.promises.lives import Life, Zygote, last_words
 from tests.promises.plans import LEASE_S, PACES, Plan
 from tests.promises.watch import Broken, Watch, escaped, orphans
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
-PROGRESS_S = 20.0  # after each fault: name refusals, expiry and a loaded machine included
 NEW_VERSIONS = 3  # what counts as progress
 MOST_AT_ONCE = 3  # faults in a row without waiting for progress
 POINTS = ("after read", "after fetch", "after merge", "before commit", "after commit", "during checkpoint")
@@ -87,8 +86,8 @@ class Storm:
             self.places.append(Place(directory, self._live(directory)))
         for name in self.plan.workers:
             self.start(name)
-        await wait_until(lambda: len(self.watch.merged) > 5, "the run is under way", 30.0)
-        await wait_until(lambda: any(self.checkpoints.glob("0*")), "a first checkpoint is there", 30.0)
+        await wait_until(lambda: len(self.watch.merged) > 5, "the run is under way")
+        await wait_until(lambda: any(self.checkpoints.glob("0*")), "a first checkpoint is there")
 
     @property
     def checkpoints(self) -> Path:
@@ -186,7 +185,7 @@ class Storm:
             out = [n for n, w in self.workers.items() if w.client.incarnation not in applied]
             raise Broken(f"{error}; not merged: {out}") from None
 
-    async def holds(self, predicate: Callable[[], object], what: str, timeout_s: float = PROGRESS_S) -> None:
+    async def holds(self, predicate: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
         def broken_or_true() -> object:
             return self.watch.broken or predicate()
 
@@ -376,7 +375,7 @@ class Storm:
         name = self.random.choice(sorted(self.workers))
         task = self._tasks[name]
         self._leaving.add(name)
-        await self.holds(task.done, f"{name} has left", 25.0)
+        await self.holds(task.done, f"{name} has left")
         self.start(name)
 
     async def _trim(self) -> None:
@@ -407,7 +406,7 @@ class Storm:
             members = run.state.members.values()
             return {m.name for m in members if m.live and m.last_round} == names == {m.name for m in members}
 
-        await self.holds(settled, "everybody takes part, former lives are closed", 30.0)
+        await self.holds(settled, "everybody takes part, former lives are closed")
         await run.command("pause")
         await self.holds(lambda: run.state.paused and not run.state.rounds, "no round is open")
 
@@ -415,7 +414,7 @@ class Storm:
             return not await self._imbalances(run)
 
         try:
-            await wait_until(agree, "books agree", 10.0)
+            await wait_until(agree, "books agree")
         except AssertionError as error:
             raise Broken(f"{error}: {await self._imbalances(run)}") from None
         self.watch.core(run.synchronizer.core.dump_all(0.0)[0])  # type: ignore[union-attr]

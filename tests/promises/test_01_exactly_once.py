@@ -101,7 +101,7 @@ class Story:
             return sum(await stored.versions()) >= target
 
         life = self._begin(None)
-        await wait_until(reached, f"{target} versions are stored", 30.0)
+        await wait_until(reached, f"{target} versions are stored")
         await self._mother.kill(life)
 
     def _begin(self, fault: str | None) -> lives.Life:
@@ -205,8 +205,8 @@ async def unscripted_story(
         async with story.last_life():
             await stored.reach(2)
             await send_command(stored.redis, stored.keys, "pause")
-            await wait_until(partial(_is_quiet, stored), "no round is open any more", 30.0)
-            await wait_until(partial(_balanced, stored, workers), "the books agree", 30.0)
+            await wait_until(partial(_is_quiet, stored), "no round is open any more")
+            await wait_until(partial(_balanced, stored, workers), "the books agree")
         tape = await stored.tape()
         lives.check_versions([event for event in tape if event["kind"] == "merged"])
         refusals = [event["reason"] for event in tape if event["kind"] in lives.REFUSALS]

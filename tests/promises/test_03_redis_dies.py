@@ -152,7 +152,7 @@ async def several_more(url: RunUrl, directory: Path | None = None) -> None:
             return sum(await stored.versions()) >= target
 
         try:
-            await wait_until(reached, f"{target} versions are stored", 30.0)
+            await wait_until(reached, f"{target} versions are stored")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{lives.last_words(directory) if directory else ''}") from None
 
@@ -164,7 +164,7 @@ async def check_books(run: Bench, names: set[str]) -> None:
         members = run.state.members.values()
         return {m.name for m in members if m.live and m.last_round} == names == {m.name for m in members}
 
-    await wait_until(settled, "everybody takes part, former lives are closed", 20.0)
+    await wait_until(settled, "everybody takes part, former lives are closed")
     await run.settle()
 
     await wait_until(lambda: not any(any(m.imbalances.values()) for m in run.state.members.values()), "books agree")
@@ -242,7 +242,7 @@ async def test_a_payload_that_ran_out_is_asked_for_again(run_url: str, run_name:
         _lose_first_upload(forgetful, runs_out, lost)
         run.workers["forgetful"] = forgetful
         run.tasks["forgetful"] = run._group.create_task(forgetful.run(), name="worker forgetful")
-        await wait_until(lambda: run.tape("resend"), "it is asked again", 20.0)
+        await wait_until(lambda: run.tape("resend"), "it is asked again")
         await run.reach(2)
         assert len(lost) == 1
         applied = [(v["incarnation"], v["base"]) for m in run.tape("merged") for v in m["verdicts"] if v["applied"]]

@@ -31,7 +31,7 @@ def on(server: EmbeddedServer, run: str) -> str:
 
 async def rolled_back(run: Bench) -> str:
     """Wait for the note that a new timeline began; its reason."""
-    await wait_until(lambda: run.tape("timeline"), "a new timeline began", 20.0)
+    await wait_until(lambda: run.tape("timeline"), "a new timeline began")
     return str(run.tape("timeline")[-1]["reason"])
 
 
@@ -45,7 +45,7 @@ async def take_part(run: Bench, *names: str) -> None:
         newest = {m.name: m for m in core.state.members.values()}
         return all(name in newest and newest[name].last_round for name in names)
 
-    await wait_until(merged, f"{', '.join(names)} take part", 20.0)
+    await wait_until(merged, f"{', '.join(names)} take part")
 
 
 async def test_a_leader_that_lives_puts_back_what_it_holds(

@@ -117,7 +117,7 @@ async def test_killed_in_the_middle_of_a_save_the_one_before_is_there(
     arguments = ["orchestrator", run_url, "--spec", str(tmp_path / "run.toml"), "--dir", str(directory), "--no-page"]
     with process(*arguments, environment={"ANABRANCH_FAIL_AT": "during checkpoint:2:kill"}) as child:
         async with worker(run_url):
-            await wait_until(lambda: child.poll() is not None, "it is killed in its second save", 60.0)
+            await wait_until(lambda: child.poll() is not None, "it is killed in its second save")
         assert child.returncode == -signal.SIGKILL
     left = entries(directory / FOLDER)
     assert left[0] == ".00000002.partial"

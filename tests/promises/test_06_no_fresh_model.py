@@ -55,7 +55,6 @@ async def has_adopted(run: Bench, name: str) -> None:
     await wait_until(
         lambda: any(m.name == name and m.adopted == run.versions() for m in run.state.members.values()),
         f"{name} has adopted everything",
-        timeout_s=30.0,
     )
 
 
@@ -65,10 +64,10 @@ async def test_after_all_were_killed_a_newcomer_adopts_the_model_first(
     spec = make_spec(run_name, rounds={"quorum": 1})
     async with bench(run_url, spec, directory=tmp_path) as run:
         with stranger(run_url, "first", seed=1) as first, stranger(run_url, "second", seed=2) as second:
-            await run.reach(3, timeout_s=30.0)
+            await run.reach(3)
             for child in (first, second):
                 child.send_signal(signal.SIGKILL)
-        await wait_until(lambda: not run.state.members, "nobody is left", timeout_s=20.0)
+        await wait_until(lambda: not run.state.members, "nobody is left")
         await run.settle()
         await newcomer_adopts(run, model(run), run.versions())
         await run.settle()
@@ -90,7 +89,7 @@ async def newcomer_adopts(run: Bench, before: list[Float32], versions: list[int]
             np.testing.assert_array_equal(theta, old)
         await run.command("resume")
         await wait_until(lambda: min(run.versions()) > min(versions), "it takes part")
-    await wait_until(lambda: not run.state.members, "it is gone", timeout_s=20.0)
+    await wait_until(lambda: not run.state.members, "it is gone")
     # It shrinks with every round, and the outer momentum may carry it through zero: the direction stays.
     assert all(abs(cosine(theta, old)) > 0.9999 for theta, old in zip(model(run), before, strict=True))
     assert run.state.counts.get("ledger mismatches", 0) == 0

@@ -32,7 +32,7 @@ FROZEN_IN_ITS_THIRD = {"ANABRANCH_FAIL_AT": "worker after upload:3:stop"}
 async def is_frozen(child: subprocess.Popen[bytes]) -> None:
     """Wait until the process is stopped."""
     options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-    await wait_until(lambda: os.waitid(os.P_PID, child.pid, options), "it is frozen", timeout_s=30.0)
+    await wait_until(lambda: os.waitid(os.P_PID, child.pid, options), "it is frozen")
 
 
 async def some_rounds(run: Bench, rounds: int = 3) -> None:
@@ -61,7 +61,7 @@ async def old_contribution_is_rejected(run: Bench, name: str, life: int) -> None
         mine = [e for e in run.tape("rejected") if (e["name"], e["incarnation"]) == (name, life)]
         return [e["reason"] for e in mine]
 
-    await wait_until(outcomes, f"the old contribution of {name} has its outcome", timeout_s=30.0)
+    await wait_until(outcomes, f"the old contribution of {name} has its outcome")
     assert outcomes()[0].startswith(("late: based on version", "stale: based on version"))
 
 
@@ -102,11 +102,9 @@ async def test_frozen_until_it_was_given_up_it_comes_back_as_a_new_life(run_url:
             await some_rounds(run)
             frozen.send_signal(signal.SIGCONT)
             over = f"w speaks for incarnation {life}, which is over"
-            await wait_until(
-                lambda: any(e["reason"] == over for e in run.tape("told closed")), "it is told", timeout_s=20.0
-            )
-            await wait_until(lambda: life_of(run, "w") > life, "it joins again under its name", timeout_s=20.0)
-            await wait_until(lambda: merged_of(run, life_of(run, "w")), "it takes part again", timeout_s=20.0)
+            await wait_until(lambda: any(e["reason"] == over for e in run.tape("told closed")), "it is told")
+            await wait_until(lambda: life_of(run, "w") > life, "it joins again under its name")
+            await wait_until(lambda: merged_of(run, life_of(run, "w")), "it takes part again")
         [books] = [d for d in run.state.departed if d.incarnation == life]
         assert books.lost > 0, "what it trained and nobody merged"
         assert books.processed == books.applied + books.rejected + books.discarded + books.lost
@@ -203,7 +201,7 @@ async def hours_pass(run: Bench, name: str) -> None:
         first: Any = await run.redis.xrange(run.keys.broadcast, count=1)
         return order(first[0][0]) > read
 
-    await wait_until(trimmed, "the broadcast is trimmed past what it has read", timeout_s=30.0)
+    await wait_until(trimmed, "the broadcast is trimmed past what it has read")
 
 
 @pytest.mark.parametrize("heartbeat_s", [0.3, 60.0], ids=["given up", "still a member"])
@@ -222,7 +220,7 @@ async def test_a_laptop_that_slept_takes_part_again(
         laptop = SyntheticWorker(url, "laptop", Pace(step_s=0.005))
         task = asyncio.create_task(laptop.run(), name="laptop")
         try:
-            await wait_until(lambda: lid.closed, "it falls asleep in the middle of a contribution", timeout_s=20.0)
+            await wait_until(lambda: lid.closed, "it falls asleep in the middle of a contribution")
             life = life_of(run, "laptop")
             if heartbeat_s < 1.0:
                 await books_are_closed(run, "laptop")
@@ -239,8 +237,8 @@ async def test_a_laptop_that_slept_takes_part_again(
 
 async def comes_back(run: Bench, life: int) -> None:
     """As a new life under its name; the books of the old one are closed."""
-    await wait_until(lambda: life_of(run, "laptop") > life, "it joins again by itself", timeout_s=30.0)
-    await wait_until(lambda: merged_of(run, life_of(run, "laptop")), "it takes part again", timeout_s=20.0)
+    await wait_until(lambda: life_of(run, "laptop") > life, "it joins again by itself")
+    await wait_until(lambda: merged_of(run, life_of(run, "laptop")), "it takes part again")
     [books] = [d for d in run.state.departed if d.incarnation == life]
     assert books.lost > 0
     assert books.processed == books.applied + books.rejected + books.discarded + books.lost
@@ -250,7 +248,5 @@ async def goes_on(run: Bench, life: int) -> None:
     """Nobody missed it: its contribution arrives, late, and it adopts what was merged meanwhile."""
     known = max(run.versions())
     await old_contribution_is_rejected(run, "laptop", life)
-    await wait_until(
-        lambda: any(base >= known for _, base in merged_of(run, life)), "it takes part again", timeout_s=30.0
-    )
+    await wait_until(lambda: any(base >= known for _, base in merged_of(run, life)), "it takes part again")
     assert life_of(run, "laptop") == life

@@ -170,7 +170,7 @@ class Guests:
             if farewell:
                 await task
             else:
-                await wait_until(lambda: task.done() or worker.step >= GUEST_STEPS, f"{name} has trained", 60.0)
+                await wait_until(lambda: task.done() or worker.step >= GUEST_STEPS, f"{name} has trained")
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -25,17 +25,17 @@ from anabranch.workers.synthetic import Pace
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec, process
 from tests.promises.long_step import LONG_S, QUICK_STEPS, TOKENS
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 FAREWELL = "no worker advances: what is in hand is merged"
 
 
-async def ends_with(child: subprocess.Popen[bytes], status: int, timeout_s: float = 20.0) -> None:
+async def ends_with(child: subprocess.Popen[bytes], status: int, timeout_s: float = PATIENCE_S) -> None:
     await wait_until(lambda: child.poll() is not None, "the process has ended", timeout_s)
     assert child.returncode == status
 
 
-async def says(child: subprocess.Popen[bytes], words: bytes, timeout_s: float = 20.0) -> None:
+async def says(child: subprocess.Popen[bytes], words: bytes, timeout_s: float = PATIENCE_S) -> None:
     """Wait until the process has written this."""
     assert child.stdout is not None
     os.set_blocking(child.stdout.fileno(), False)
@@ -52,7 +52,7 @@ async def says(child: subprocess.Popen[bytes], words: bytes, timeout_s: float = 
 
 async def frozen(child: subprocess.Popen[bytes]) -> None:
     options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-    await wait_until(lambda: os.waitid(os.P_PID, child.pid, options), "it is frozen", timeout_s=30.0)
+    await wait_until(lambda: os.waitid(os.P_PID, child.pid, options), "it is frozen")
 
 
 # --- workers ----------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ async def test_a_step_that_is_longer_than_the_drain_is_dropped(run_url: str, run
     task = {"name": "tests.promises.long_step:LongStep", "options": {"marker": str(tmp_path / "in it")}}
     async with bench(run_url, make_spec(run_name, task=task, workers={"heartbeat_s": 5.0})) as run:
         with process("worker", run_url, "--name", "w", "--drain-s", "2") as worker:
-            await wait_until((tmp_path / "in it").exists, "it is in its long step", timeout_s=60.0)
+            await wait_until((tmp_path / "in it").exists, "it is in its long step")
             asked_at = time.monotonic()
             worker.send_signal(signal.SIGTERM)
             await ends_with(worker, 0)
@@ -132,10 +132,10 @@ async def test_a_worker_that_cannot_join_ends_at_once(run_url: str, run_name: st
         inbox = run.keys.contributions("w")
     redis = connect(RunUrl.parse(run_url), name="test")
     try:
-        with process("worker", run_url, "--name", "w") as worker:
-            await wait_until(lambda: redis.exists(inbox), "it knocks, and nobody leads", timeout_s=20.0)
+        with process("worker", run_url, "--name", "w", "--drain-s", "600") as worker:
+            await wait_until(lambda: redis.exists(inbox), "it knocks, and nobody leads")
             worker.send_signal(signal.SIGTERM)
-            await ends_with(worker, 0, timeout_s=3.0)
+            await ends_with(worker, 0)
     finally:
         await redis.aclose()
 
@@ -152,7 +152,7 @@ async def test_a_second_ctrl_c_stops_at_once(server_factory: ServerFactory, run_
                 await says(worker, b"SIGINT: finishing what is in flight, in at most 600 s")
                 assert worker.poll() is None
                 worker.send_signal(signal.SIGINT)
-                await ends_with(worker, 128 + signal.SIGINT, timeout_s=5.0)
+                await ends_with(worker, 128 + signal.SIGINT)
             finally:
                 os.kill(server.pid, signal.SIGCONT)
 
@@ -174,7 +174,7 @@ async def test_a_crash_while_leaving_is_a_crash(run_url: str, run_name: str) -> 
         crash = {"ANABRANCH_FAIL_AT": "worker before upload:1:raise"}
         with process("worker", run_url, "--name", "w", environment=crash) as worker:
             await wait_until(
-                lambda: any(m.name == "w" and min(m.held) > 0 for m in run.state.members.values()), "it trains", 20.0
+                lambda: any(m.name == "w" and min(m.held) > 0 for m in run.state.members.values()), "it trains"
             )
             worker.send_signal(signal.SIGTERM)
             await ends_with(worker, 1)
@@ -216,14 +216,14 @@ async def test_a_synchronizer_finishes_the_merge_under_way_and_gives_the_lease_b
             assert read_checkpoint(directory).manifest["versions"] == await stored_versions(redis, keys)
             asked_at = time.monotonic()
             async with bench(run_url, spec, directory=directory) as successor:
-                assert time.monotonic() - asked_at < 20.0, "at once, not when the lease of ten minutes runs out"
+                assert time.monotonic() - asked_at < PATIENCE_S, "at once, not when the lease of ten minutes runs out"
                 await goes_on(successor)
     finally:
         await redis.aclose()
 
 
 async def goes_on(run: Bench) -> None:
-    await run.reach(max(run.versions()) + 1, timeout_s=30.0)
+    await run.reach(max(run.versions()) + 1)
     assert {m.name: m.incarnation for m in run.state.members.values()} == {"w": 1}, "nobody had to join again"
     assert run.state.counts.get("ledger mismatches", 0) == 0
 

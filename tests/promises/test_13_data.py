@@ -128,14 +128,14 @@ async def test_a_storm_of_killing_and_joining_over_one_epoch(
         async with stored_run(url) as stored:
             for kill in range(KILLS):
                 goal = (kill + 1) * ITEMS // (KILLS + 2)
-                await wait_until(lambda: len(delivered(tmp_path)) >= goal, f"{goal} items", 60.0)  # noqa: B023
+                await wait_until(lambda: len(delivered(tmp_path)) >= goal, f"{goal} items")  # noqa: B023
                 victim = alive.pop(dice.choice(sorted(alive)))
                 victim.send_signal(signal.SIGTERM if kill == KILLS - 1 else signal.SIGKILL)
                 if kill == KILLS // 2:
                     leader.kill()
                     leader = stack.enter_context(process(*lead))
                 join()
-            await wait_until(lambda: leader.poll() is not None, "the epoch is done and the run stops", 60.0)
+            await wait_until(lambda: leader.poll() is not None, "the epoch is done and the run stops")
             assert await stopped(stored)
             times = Counter(delivered(tmp_path))
             check_every_item(times, details(await tape_of(stored, "redone")), spec.seed)
@@ -195,9 +195,9 @@ async def test_who_is_stopped_and_started_again_goes_on_where_it_was(run_url: st
             worker = SyntheticWorker(RunUrl.parse(run_url), name, quick, data=plate.data())
             half = (1 if name == "first" else 2) * ITEMS // 2
             done = asyncio.create_task(worker.run(lambda: plate.times.total() >= half))  # noqa: B023
-            await wait_until(done.done, "it trains and leaves in order", 60.0)
+            await wait_until(done.done, "it trains and leaves in order")
             await done
-            await wait_until(lambda: not run.state.members, "its books are closed", 20.0)
+            await wait_until(lambda: not run.state.members, "its books are closed")
             assert not run.tape("redone")
     assert set(plate.times.values()) == {1}
     assert plate.times.total() == ITEMS
@@ -214,7 +214,7 @@ async def test_a_restored_run_trains_again_on_what_the_model_has_lost(
         await run.command("checkpoint")
         await wait_until(lambda: any((tmp_path / "checkpoints").glob("*/manifest.json")), "it is written")
         at_checkpoint = set(plate.times)
-        await wait_until(lambda: queue_of(run).done >= 15, "more are done", 30.0)
+        await wait_until(lambda: queue_of(run).done >= 15, "more are done")
         run.kill("w")
         run.synchronizer._memory = None
     await forget_run(run_url)
@@ -222,7 +222,7 @@ async def test_a_restored_run_trains_again_on_what_the_model_has_lost(
         assert queue_of(again).done < 15
         rest = Plate()
         again.add("v", Pace(step_s=0.001), data=rest.data())
-        await wait_until(again.synchronizer.stopped.is_set, "the epoch ends", 60.0)
+        await wait_until(again.synchronizer.stopped.is_set, "the epoch ends")
         everything = {(0, item) for item in range(ITEMS)}
         assert set(rest.times) | at_checkpoint == everything, "nothing that the model has not seen is left out"
         assert set(rest.times.values()) == {1}
@@ -233,7 +233,7 @@ async def test_fast_workers_take_more(run_url: str, run_name: str) -> None:
     async with bench(run_url, spec) as run:
         run.add("slow", Pace(step_s=0.02), data=slow.data())
         run.add("fast", Pace(step_s=0.005), data=fast.data())
-        await wait_until(run.synchronizer.stopped.is_set, "the epoch ends", 60.0)
+        await wait_until(run.synchronizer.stopped.is_set, "the epoch ends")
     assert fast.times.total() > 2 * slow.times.total() > 0
     assert fast.times.total() + slow.times.total() == ITEMS
 

@@ -24,7 +24,7 @@ from anabranch.queue.url import RunUrl
 from anabranch.workers.synthetic import Pace
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 TOKEN = "let-me-in"
 STATIC = Path(page.__file__).parent / "static"
@@ -91,7 +91,7 @@ async def next_event(response: ClientResponse) -> Sent:
 
 
 async def next_of(response: ClientResponse, kind: str) -> Sent:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (event := await next_event(response)).kind != kind:
             pass
     return event

@@ -21,7 +21,7 @@ from anabranch.workers.synthetic import Pace, SharedItems
 from tests.fundamentals.test_03_hostile import Attacker
 from tests.harness import Bench, bench, make_spec
 from tests.tools import chromium_path, require
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]  # one loop, so one browser for all
 
@@ -83,7 +83,7 @@ class Shown:
         script = "all => all.map(one => one.innerText ?? one.textContent)"  # SVG has no innerText
         return [" ".join(line.split()) for line in await self.page.locator(selector).evaluate_all(script)]
 
-    async def until(self, selector: str, words: str, timeout_s: float = 10.0) -> None:
+    async def until(self, selector: str, words: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until one of the matches contains `words`."""
 
         async def there() -> bool:

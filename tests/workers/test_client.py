@@ -217,7 +217,7 @@ async def test_after_a_gap_it_reads_the_state_again(
 
 async def test_a_call_that_a_catch_up_overtook_is_still_answered(run_url: str, run_name: str) -> None:
     """Versions and outcomes are in `state`; calls are not."""
-    spec = make_spec(run_name, rounds={"fragments": 1, "in_flight": 1, "inner_steps": 4, "deadline_min_s": 60.0})
+    spec = make_spec(run_name, rounds={"fragments": 1, "in_flight": 1, "inner_steps": 4, "deadline_min_s": 600.0})
     async with bench(run_url, spec) as run:
         worker = run.add("only", QUICK)
         gate = Gate(worker)
@@ -232,7 +232,7 @@ async def test_a_call_that_a_catch_up_overtook_is_still_answered(run_url: str, r
         await wait_until(lambda: bool(run.state.rounds), "it is called")
         await _forget_entries(run, seen, "resume")
         gate.open.set()
-        await run.reach(merged + 1, timeout_s=8.0)
+        await run.reach(merged + 1)
 
 
 async def test_it_learns_outcomes_it_missed_from_the_state(run_url: str, run_name: str) -> None:
@@ -284,7 +284,7 @@ async def test_a_payload_that_vanished_is_sent_again(run_url: str, run_name: str
 
         blobs.put = leaky  # type: ignore[method-assign]
         await wait_until(lambda: len(run.tape("resend")) >= 2, "the synchronizer asks for it again")
-        await run.reach(run.versions()[0] + 3, timeout_s=10.0)
+        await run.reach(run.versions()[0] + 3)
         assert run.tape("rejected") == []
         await books_agree(run)
 

@@ -214,7 +214,7 @@ async def test_workers_with_their_own_places_fine_tune_one_checkpoint(
     (tmp_path / "run").mkdir()
     async with bench(run_url, spec, directory=tmp_path / "run", drain_s=60.0) as run:
         with process("worker", run_url, "--name", "w", "--task", "hf", *places) as worker:
-            await run.reach(3, timeout_s=60)
+            await run.reach(3)
             whole = MemberOptions(name="x", task_options={"model": str(folder), "data": str(text)})
             with pytest.raises(LayoutMismatch, match=r"this model is not the run's: .*model\.embed_tokens\.weight"):
                 await asyncio.to_thread(run_worker, run.url, whole, Ending())
@@ -242,8 +242,8 @@ async def test_a_whole_model_is_fine_tuned_measured_and_exported(
             asyncio.to_thread(run_evaluator, run.url, MemberOptions(name="e", every_s=0.1), Ending()),
         ]
         taking_part = asyncio.gather(*members)
-        await run.reach(2, timeout_s=60)
-        await wait_until(lambda: len(run.state.heldout) >= 2, "two measurements", timeout_s=30)
+        await run.reach(2)
+        await wait_until(lambda: len(run.state.heldout) >= 2, "two measurements")
         await run.command("stop")
         await taking_part
         roles = {m.role for m in run.state.members.values()} | {d.role for d in run.state.departed}

@@ -121,7 +121,7 @@ async def test_a_trainer_adopts_learns_and_stops_with_the_run(
             logging_steps=5,
         )  # fmt: skip
         training = asyncio.create_task(asyncio.to_thread(trainer.train))
-        await wait_until(lambda: min(run.versions()) >= 6, "it takes part", 20)
+        await wait_until(lambda: min(run.versions()) >= 6, "it takes part")
         await run.command("stop")
         done = await training
         assert watch.as_the_run_at_first, "it begins with the global model, not its own"
@@ -166,7 +166,7 @@ async def test_the_learning_rate_may_follow_the_runs_tokens(
         callback = AnabranchCallback(run.url, learning_rate=lambda tokens: 0.25 if tokens == 0 else 0.125)
         trainer = trainer_of(load(folder), data, tmp_path, callback, Rates(), learning_rate=1e-9)
         training = asyncio.create_task(asyncio.to_thread(trainer.train))
-        await wait_until(lambda: 0.125 in rates, "the run has merged some", 20)
+        await wait_until(lambda: 0.125 in rates, "the run has merged some")
         await run.command("stop")
         await training
     assert rates[0] == 0.25

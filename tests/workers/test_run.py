@@ -24,7 +24,7 @@ from anabranch.workers.session import Session
 from anabranch.workers.tasks.gpt import GPTTask
 from tests.harness import Bench, bench, make_spec, process
 from tests.tiny_task import TinyTask
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 NOWHERE = RunUrl.parse("redis://127.0.0.1:1/0")
 TINY = "tests.tiny_task:TinyTask"
@@ -72,7 +72,7 @@ def test_a_bad_name_is_refused_before_anything_is_waited_for(run: Any, options: 
 
 
 async def _ends_with(child: Any, status: int) -> None:
-    await wait_until(lambda: child.poll() is not None, "the process ended", timeout_s=20)
+    await wait_until(lambda: child.poll() is not None, "the process ended")
     assert child.returncode == status
 
 
@@ -87,8 +87,8 @@ async def test_a_worker_and_an_evaluator_take_part_until_the_run_stops(
             process("worker", "--name", "w", "--duty", "0.5", environment=environment) as worker,
             process("evaluator", "--name", "e", "--every-s", "0.1", environment=environment) as evaluator,
         ):
-            await run.reach(2, timeout_s=40)
-            await wait_until(lambda: len(run.state.heldout) >= 2, "it is measured", timeout_s=20)
+            await run.reach(2)
+            await wait_until(lambda: len(run.state.heldout) >= 2, "it is measured")
             roles = {m.name: m.role for m in run.state.members.values()}
             assert roles == {"w": "worker", "e": "evaluator"}
             from anabranch.operate import command
@@ -103,7 +103,7 @@ async def test_a_worker_and_an_evaluator_take_part_until_the_run_stops(
 async def test_a_signal_is_a_farewell(run_url: str, run_name: str) -> None:
     async with bench(run_url, make_spec(run_name)) as run:
         with process("worker", "--name", "w", environment={"ANABRANCH_URL": run_url}) as worker:
-            await run.reach(1, timeout_s=20)
+            await run.reach(1)
             worker.send_signal(signal.SIGTERM)
             await _ends_with(worker, 0)
         await wait_until(lambda: bool(run.tape("closed")), "its books are closed")
@@ -142,7 +142,7 @@ async def test_a_rest_of_minutes_ends_when_somebody_wants_to_leave(run_url: str,
         await wait_until(lambda: session._learner().books.holds(0), "it rests after its step")
         assert not step.done()
         session.hurry()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_S):
             await step
 
 

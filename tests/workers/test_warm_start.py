@@ -65,7 +65,7 @@ async def warm_up(run: Bench, session: Session, model: torch.nn.Module) -> None:
     await train_until(session, model, run, 1)
     for _ in range(WARM_STEPS):
         train_step(session, model)
-    await wait_until(lambda: known(run) >= WARM_STEPS, "the run knows of its steps", timeout_s=20)
+    await wait_until(lambda: known(run) >= WARM_STEPS, "the run knows of its steps")
 
 
 async def test_a_joiner_begins_with_a_peers_optimizer_state(run_url: str, run_name: str) -> None:
