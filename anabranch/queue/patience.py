@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -54,10 +55,12 @@ async def persist(
     timeout_s: float | None = REPLY_S,
     on_state: Callable[[bool], None] | None = None,
     outages: Outages | None = None,
+    longest_s: float = math.inf,
 ) -> T:
     """Await `action()` until it gives a result. `on_state(True)` after one, `on_state(False)` after a stall.
 
-    `outages` is shared by the tasks of a process, so that an outage is logged once.
+    `outages` is shared by the tasks of a process, so that an outage is logged once. `longest_s`: between two tries
+    (give or take a half), where that has to be less than `LONGEST_S`.
 
     `timeout_s` bounds each try (None: the action bounds itself). It is asyncio's timeout, not redis-py's
     `socket_timeout`: that one sends through `asyncio.wait_for`, which on Python 3.11 loses a cancellation that
@@ -77,7 +80,7 @@ async def persist(
                 if on_state is not None:
                     on_state(False)
                 await asyncio.sleep(delay * random.uniform(0.5, 1.5))
-                delay = min(delay * 2, LONGEST_S)
+                delay = min(delay * 2, LONGEST_S, longest_s)
             else:
                 known.end(who, what)
                 if on_state is not None:

@@ -474,11 +474,13 @@ class Client:
 
     async def _beat(self) -> None:
         assert self.record is not None
+        heartbeat_s = self.record.spec.workers.heartbeat_s
 
-        async def persist(report: Callable[[], Awaitable[None]]) -> None:
-            await self._persist(report, "send a heartbeat")
+        async def insist(report: Callable[[], Awaitable[None]]) -> None:
+            """Three heartbeats after an outage we are taken for gone: no longer may we hesitate."""
+            await persist(report, "send a heartbeat", log, outages=self.outages, longest_s=heartbeat_s)
 
-        await self._heart.beat(self.record.spec.workers.heartbeat_s, persist)
+        await self._heart.beat(heartbeat_s, insist)
 
     def _progress(self) -> bytes | None:
         if not self.joined.is_set() or self._books is None:

@@ -277,7 +277,8 @@ LIMIT = 24 << 20
 
 async def test_a_full_server_opens_no_round_until_there_is_room(server_factory: ServerFactory, run_name: str) -> None:
     server = server_factory(maxmemory_bytes=LIMIT)
-    async with bench(f"{server.url}?run={run_name}", make_spec(run_name)) as run:
+    spec = make_spec(run_name, workers={"heartbeat_s": 1.0})
+    async with bench(f"{server.url}?run={run_name}", spec) as run:
         run.add("w", QUICK)
         await run.reach(1)
         await fill(run, 0.85)

@@ -119,6 +119,9 @@ async def test_the_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(patience.asyncio, "sleep", note)  # type: ignore[attr-defined]
         await persist(failing(*[OSError()] * 12), "write", log)
+        grown = len(pauses)
+        await persist(failing(*[OSError()] * 12), "write", log, longest_s=0.3)
+    assert max(pauses[grown:]) <= 0.45, "who has less time gets a smaller limit"
     assert all(0.5 * base <= pause <= 1.5 * base for base, pause in zip([0.05, 0.1, 0.2, 0.4], pauses, strict=False))
     assert max(pauses) <= 3.0
     assert len(set(pauses)) == len(pauses), "with jitter"
