@@ -2,10 +2,16 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-JOBS   ?= auto
+JOBS   ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN)))) # tests mostly wait
+PYTEST := -q -n $(strip $(JOBS)) --maxprocesses 4 --dist loadscope --max-worker-restart 4
+RUNS   ?= 10
+KINDS  ?= order,shuffled,one-core,busy
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test soak lint format bench clean
+# Every test starts processes: none of them should compile everything anew, whatever this shell says about it.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help setup demo test flaky soak lint format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## what each target does
@@ -24,7 +30,11 @@ demo: $(STAMP)  ## three unequal workers train one model on this machine for two
 
 test: $(STAMP)  ## the whole test suite, with a real server, real processes and a real browser
 	$(BIN)/python -m tests.tools --install
-	$(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 4 --dist loadscope --max-worker-restart 4
+	$(BIN)/python -m pytest $(PYTEST)
+
+flaky: $(STAMP)  ## the suite RUNS times (10): in order, shuffled, on one core, beside a busy loop; writes a JSON, too
+	$(BIN)/python -m tests.tools --install
+	$(BIN)/python -m tests.flaky --runs $(RUNS) --kinds $(KINDS) -- $(PYTEST)
 
 soak: $(STAMP)  ## the promises' long forms (10 minutes); writes docs/results/*.json, or into ANABRANCH_RESULTS
 	$(BIN)/python -m pytest -q -s -m soak -o faulthandler_timeout=0 tests/promises tests/scripts

@@ -1,4 +1,4 @@
-"""What tests share with each other in one process, and may not change for good."""
+"""What tests share with each other in one process, and may not change for good. (Pytest puts warnings' filters back.)"""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +61,6 @@ def look() -> Look:
         "the working directory": os.getcwd(),
         "sys.path": list(sys.path),
         "sys.argv": list(sys.argv),
-        "warnings.filters": list(warnings.filters),
         "fault points": dict(faults._armed),
     }
     parts: tuple[Callable[[], Look], ...] = (_torch, _transformers, _loggers, _signals)
