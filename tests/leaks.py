@@ -1,4 +1,4 @@
-"""What tests share with each other in one process, and may not change for good. (Pytest puts warnings' filters back.)"""
+"""What tests share in one process, and may not change for good. Pytest itself puts warnings' filters back."""
 
 from __future__ import annotations
 

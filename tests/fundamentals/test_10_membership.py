@@ -162,8 +162,8 @@ async def test_fifty_who_join_in_the_same_second_do_not_hurt_those_at_work(run_u
     spec = make_spec(
         run_name,
         rounds={"fragments": 2, "inner_steps": 20},
-        workers={"heartbeat_s": 0.5},
-        task={"name": "synthetic", "options": {"tensors": 4, "size": 16 * 1024}},
+        workers={"heartbeat_s": 1.0},
+        task={"name": "synthetic", "options": {"tensors": 4, "size": 4 * 1024}},
     )
     async with bench(run_url, spec) as run:
         for name in ("a", "b"):

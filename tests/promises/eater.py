@@ -21,9 +21,9 @@ from anabranch.workers.synthetic import Pace, SharedItems, SyntheticWorker
 
 def main(url: str, name: str, items: str, batch: str, folder: str) -> None:
     _die_with_parent(os.getppid())
-    log = os.open(Path(folder) / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    log = os.open(Path(folder) / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def took(epoch: int, indices: Indices) -> None:
         os.write(log, json.dumps([epoch, [int(index) for index in indices]]).encode() + b"\n")

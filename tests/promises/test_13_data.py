@@ -30,7 +30,7 @@ from anabranch.spec import RunSpec
 from anabranch.workers.synthetic import Pace, SharedItems, SyntheticWorker
 from tests.harness import Bench, bench, forget_run, make_spec, process
 from tests.promises.lives import ROOT, Stored, stored_run
-from tests.wait import wait_until
+from tests.wait import PATIENCE_S, wait_until
 
 ITEMS, LENGTH, BATCH = 2_400, 60, 4
 AT_WORK = 3
@@ -145,6 +145,10 @@ async def test_a_storm_of_killing_and_joining_over_one_epoch(
             assert (data["done"], data["left"], data["returned"]) == (-(-ITEMS // LENGTH), [], [])
             assert len(await tape_of(stored, "epoch")) == 1
             assert await stored.count("ledger mismatches") == 0
+            for name, child in alive.items():
+                await wait_until((tmp_path / f"{name}.jsonl").exists, "it has started")
+                if not (tmp_path / f"{name}.jsonl").stat().st_size:  # it came too late, and nobody leads any more
+                    child.send_signal(signal.SIGTERM)
             await asyncio.to_thread(wait_all, list(alive.values()))
 
 
@@ -154,7 +158,7 @@ def details(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def wait_all(children: list[subprocess.Popen[bytes]]) -> None:
     for child in children:
-        assert child.wait(20.0) == 0, "it leaves by itself when the run stops"
+        assert child.wait(PATIENCE_S) == 0, "it leaves by itself when the run stops"
 
 
 def test_the_check_above_can_fail() -> None:
