@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-JOBS   ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN)))) # tests mostly wait
+JOBS   ?= $(shell echo $$((1 + $$(getconf _NPROCESSORS_ONLN)))) # tests wait for half of their time
 PYTEST := -q -n $(strip $(JOBS)) --maxprocesses 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 4
 RUNS   ?= 10
 KINDS  ?= order,shuffled,one-core,busy

@@ -25,7 +25,7 @@ from tests.wait import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("layers=1", "width=16", "heads=2", "context=16")
-SETTINGS = [f"--set=task.options.{item}" for item in SMALL] + ["--set=workers.heartbeat_s=0.4"]
+SETTINGS = [f"--set=task.options.{item}" for item in SMALL] + ["--set=workers.heartbeat_s=1.0"]
 
 
 class Home:
@@ -58,7 +58,7 @@ class Home:
     async def answers(self) -> None:
         await wait_until(lambda: bool(self.url), "up prints how to join")
 
-    async def sees(self, what: str, check: Any, timeout_s: float = PATIENCE_S) -> None:
+    async def sees(self, what: str, check: Any, timeout_s: float = 2 * PATIENCE_S) -> None:
         """Wait until `check` holds for what `anabranch status` shows."""
 
         async def holds() -> bool:
