@@ -50,6 +50,17 @@ class ServerLife:
             raise ServerChanged("the server was started again, or another one took its place")
 
 
+class _Pool(BlockingConnectionPool):
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Close them all even if we are cancelled meanwhile: redis-py closes each in a task of its own, and one that
+        is cancelled before it has begun leaves its connection open."""
+        try:
+            await super().disconnect(inuse_connections)
+        except asyncio.CancelledError:
+            await super().disconnect(inuse_connections)
+            raise
+
+
 def connect(
     url: RunUrl, *, name: str, retries: int = 3, connections: int = 8, life: ServerLife | None = None
 ) -> Redis:
@@ -58,7 +69,7 @@ def connect(
     Bytes in, bytes out. There is no socket timeout: `patience.persist` bounds every try (it says why). `life`: raise
     `ServerChanged` instead of talking to another life of the server.
     """
-    pool = BlockingConnectionPool.from_url(
+    pool = _Pool.from_url(
         url.server,
         client_name=name,
         max_connections=connections,

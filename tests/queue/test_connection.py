@@ -69,6 +69,18 @@ async def test_our_own_server_is_suitable(run_url: str) -> None:
     assert "redis_version" in await check(run_url)
 
 
+async def test_who_is_cancelled_while_closing_leaves_nothing_open(run_url: str) -> None:
+    redis = connect(RunUrl.parse(run_url), name="test")
+    await redis.ping()
+    [connection] = redis.connection_pool._available_connections
+    closing = asyncio.create_task(redis.aclose())
+    await asyncio.sleep(0)  # it has begun, the tasks it starts have not
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not connection.is_connected
+
+
 async def test_an_address_where_nobody_listens_is_named_quickly() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
