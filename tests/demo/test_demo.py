@@ -103,7 +103,7 @@ def _sample(checkpoint: Path) -> None:
         [sys.executable, "-m", "anabranch", "sample", str(checkpoint), "--bytes", "40", "--prompt", "import "],
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"import ")

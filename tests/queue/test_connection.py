@@ -20,7 +20,7 @@ from anabranch.workers.synthetic import Pace
 from tests.conftest import ServerFactory
 from tests.harness import bench, make_spec
 from tests.tools import redis_server_path, require
-from tests.wait import wait_until_sync
+from tests.wait import PATIENCE_S, wait_until_sync
 
 LIMITED = {"maxmemory": 1 << 30}
 
@@ -164,7 +164,7 @@ def debians_redis(directory: Path) -> Iterator[str]:
         yield f"unix://{path}"
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(PATIENCE_S)
 
 
 async def test_a_whole_run_works_on_redis_7(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from anabranch.errors import ServerError
 from anabranch.queue import embedded
 from anabranch.queue.embedded import EmbeddedServer, ServerOptions, watchdog_command
 from tests.conftest import ServerFactory
-from tests.wait import wait_until, wait_until_sync
+from tests.wait import PATIENCE_S, wait_until, wait_until_sync
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc or PR_SET_PDEATHSIG")
 
@@ -235,7 +235,7 @@ def test_ctrl_c_reaches_the_owner_only(tmp_path: Path) -> None:
         assert owner.stdout.readline() == "interrupted\n"
         assert alive(server)
         owner.stdin.close()
-        assert owner.wait(10) == 0
+        assert owner.wait(PATIENCE_S) == 0
         assert not alive(server)
 
 
@@ -269,7 +269,7 @@ def test_an_early_end_shows_the_log(tmp_path: Path) -> None:
 def test_the_watchdog_ends_like_its_child(code: str, status: int) -> None:
     command = watchdog_command([sys.executable, "-c", code])
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watchdog:
-        assert watchdog.wait(10) == status
+        assert watchdog.wait(PATIENCE_S) == status
 
 
 def test_the_watchdog_passes_output_on_after_the_pid_line() -> None:
@@ -291,6 +291,6 @@ def test_a_child_deaf_to_sigterm_is_killed_with_its_owner() -> None:
         assert watchdog.stdout.readline() == "deaf\n"
         started = time.monotonic()
         watchdog.stdin.close()
-        assert watchdog.wait(10) == -signal.SIGKILL
+        assert watchdog.wait(PATIENCE_S) == -signal.SIGKILL
         assert not alive(child)
         assert time.monotonic() - started >= 2.9
