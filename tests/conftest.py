@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 
 from anabranch.queue.embedded import EmbeddedServer, ServerOptions
 from tests.leaks import changes, look
@@ -26,6 +27,10 @@ ServerFactory = Callable[..., EmbeddedServer]
 _SEED = pytest.StashKey[int]()
 _SEED_FROM_MAIN = "anabranch_seed"
 _TIDY_S = 15.0  # an async test ends so much before its limit: by itself, with its servers and processes
+
+# An example may take its time: on a loaded machine 0.2 s say nothing about it.
+settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers, in whatever order tests run
 os.environ["OMP_NUM_THREADS"] = "1"  # several test processes, with processes of their own, share few cores

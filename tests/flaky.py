@@ -94,7 +94,7 @@ def play(run: Run, pytest: Sequence[str], title: str, folder: Path) -> None:
     """The suite once, with progress; what came of it is in `run` afterwards."""
     report, log = folder / "report.xml", folder / "output.log"
     order = ["-p", "randomly", f"--randomly-seed={run.seed}", "--randomly-dont-reset-seed"]
-    words = ["-m", "pytest", *pytest, *(order if run.kind == "shuffled" else [])]
+    words = ["-m", "pytest", *pytest, f"--hypothesis-seed={run.seed}", *(order if run.kind == "shuffled" else [])]
     run.command, run.log = f"ANABRANCH_SEED={run.seed} python {shlex.join(words)}", str(log)
     _say(f"{title}: {run.command}")
     began = time.monotonic()
