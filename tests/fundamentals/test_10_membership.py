@@ -41,9 +41,9 @@ async def test_a_joiner_takes_part_within_one_cycle(run_url: str, run_name: str)
     """H inner steps of the pacing worker after it has adopted, every fragment was merged with it."""
     spec = make_spec(run_name, rounds={"fragments": 4, "inner_steps": 40})
     async with bench(run_url, spec) as run:
-        run.add("old", Pace(step_s=0.01))
+        run.add("old", Pace(step_s=0.02))
         await run.reach(1)
-        joiner = run.add("new", Pace(step_s=0.01))
+        joiner = run.add("new", Pace(step_s=0.02))
         await wait_until(joiner.ready.is_set, "it has adopted")
         begun = run.workers["old"].step
 

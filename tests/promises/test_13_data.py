@@ -239,7 +239,7 @@ async def test_a_restored_run_trains_again_on_what_the_model_has_lost(
 async def test_fast_workers_take_more(run_url: str, run_name: str) -> None:
     spec, fast, slow = spec_of(run_name), Plate(), Plate()
     async with bench(run_url, spec) as run:
-        run.add("slow", Pace(step_s=0.02), data=slow.data())
+        run.add("slow", Pace(step_s=0.1), data=slow.data())
         run.add("fast", Pace(step_s=0.005), data=fast.data())
         await wait_until(run.synchronizer.stopped.is_set, "the epoch ends")
     assert fast.times.total() > 2 * slow.times.total() > 0
