@@ -162,6 +162,10 @@ async def bench(
             await wait_until(made.listens, "it listens for knocks")
             try:
                 yield made
+            except AssertionError as error:
+                last = [f"{event['kind']}: {event['reason']}" for event in list(synchronizer.tape.recent)[-20:]]
+                error.add_note("\n".join(["the last on the tape:", *last]))
+                raise
             finally:
                 for worker in made.tasks.values():
                     worker.cancel()
