@@ -44,8 +44,10 @@ lint: $(STAMP)  ## ruff and strict type checking
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## speed of the merge; writes docs/results/merge_speed.json
+bench: $(STAMP)  ## speed of merge and core, cost of the journal; writes docs/results/*.json
 	$(BIN)/python -m benchmarks.merge_speed
+	$(BIN)/python -m benchmarks.core_speed
+	$(BIN)/python -m benchmarks.journal_cost
 
 format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

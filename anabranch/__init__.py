@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from anabranch._version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from anabranch.workers.session import Session, join
+    from anabranch.workers.joining import Session, join
 
 __all__ = ["Session", "__version__", "join"]
 
 
 def __getattr__(name: str) -> Any:
     if name in {"Session", "join"}:
-        from anabranch.workers import session
+        from anabranch.workers import joining
 
-        return getattr(session, name)
+        return getattr(joining, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

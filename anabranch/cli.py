@@ -1,4 +1,4 @@
-"""The command line. Signal handlers, logging and fault arming belong here and nowhere else."""
+"""The command line. Logging and fault arming belong here and nowhere else, signal handlers in `signals`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from anabranch._version import VERSION
 from anabranch.errors import AnabranchError, ServerError, UsageError
 from anabranch.loops import leaf, run_async
 from anabranch.queue.url import RunUrl
+from anabranch.signals import call_on_signals, set_on_signals
 
 app = typer.Typer(
     name="anabranch",
@@ -74,6 +75,7 @@ Lora = Annotated[
     bool | None,
     typer.Option("--lora/--no-lora", help="task hf: train adapters only, or everything; else task.options.lora"),
 ]
+JournalMb = Annotated[int, typer.Option("--journal-mb", help="what the journal in --dir may grow to; 0: none", min=0)]
 DrainS = Annotated[float, typer.Option("--drain-s", help="seconds to finish what is in flight at SIGTERM", min=0.0)]
 Directory = Annotated[Path, typer.Option("--dir", help="run directory (mode 0700)")]
 
@@ -116,7 +118,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a small language model with three unequal workers on this machine, for two minutes."""
-    from anabranch.demo import Demo, DemoOptions, ending_on_signals
+    from anabranch.demo import Demo, DemoOptions
     from anabranch.terminal import DemoDisplay, print_summary
 
     logging.getLogger("anabranch").setLevel(logging.WARNING)
@@ -128,7 +130,7 @@ def demo(
     async def run() -> dict[str, Any]:
         nonlocal interrupted
         ending = asyncio.Event()
-        with DemoDisplay(console) as show, ending_on_signals(asyncio.get_running_loop(), ending):
+        with DemoDisplay(console) as show, set_on_signals(ending):
             summary = await Demo(options, show, ending).run()
         interrupted = ending.is_set()
         return summary
@@ -158,20 +160,22 @@ def up(
     init: Init = None,
     checkpoints: Checkpoints = None,
     drain_s: DrainS = 10.0,
+    journal_mb: JournalMb = 128,
     print_config: PrintConfig = False,
 ) -> None:
     """Start (or continue) a run here: embedded server, synchronizer and status page."""
     settings = _settings(spec, overrides, name, print_config)
-    from anabranch.demo import ending_on_signals
     from anabranch.orchestrator.web.app import PageOptions
     from anabranch.up import UpOptions, bring_up, members_left, reachable_url
 
-    options = UpOptions(directory, host, port, PageOptions(page_host, page_port), init, checkpoints, drain_s)
+    options = UpOptions(
+        directory, host, port, PageOptions(page_host, page_port), init, checkpoints, drain_s, journal_mb
+    )
     fresh = spec is not None or bool(overrides)
 
     async def run() -> None:
         ending = asyncio.Event()
-        with ending_on_signals(asyncio.get_running_loop(), ending):
+        with set_on_signals(ending):
             stored = (directory / "data").exists() and not fresh
             async with bring_up(options, None if stored else settings, name) as running:
                 typer.echo(f"run directory: {directory}\nstatus page:   {running.page}")
@@ -196,19 +200,19 @@ def orchestrator(
     url: Url = "",
     spec: SpecPath = None,
     overrides: Overrides = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="folder for tape and checkpoints")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="folder for tape, journal and checkpoints")] = None,
     page_host: PageHost = "127.0.0.1",
     page_port: PagePort = 8765,
     page: Annotated[bool, typer.Option(help="serve the status page")] = True,
     init: Init = None,
     checkpoints: Checkpoints = None,
     drain_s: DrainS = 10.0,
+    journal_mb: JournalMb = 128,
     print_config: PrintConfig = False,
 ) -> None:
     """Run the synchronizer (and its status page) against a Redis or Valkey server of yours."""
     run_url = RunUrl.parse(url) if url or not print_config else RunUrl("", "run")
     settings = _settings(spec, overrides, run_url.run, print_config)
-    from anabranch.demo import ending_on_signals
     from anabranch.orchestrator.synchronizer import Synchronizer
     from anabranch.orchestrator.web.app import PageOptions, serve_page
     from anabranch.up import RunDirectory
@@ -223,8 +227,9 @@ def orchestrator(
             directory=folder.path if folder is not None else None,
             init=init,
             checkpoints=checkpoints,
+            journal_mb=journal_mb,
         )
-        with ending_on_signals(asyncio.get_running_loop(), ending):
+        with set_on_signals(ending):
             task = asyncio.create_task(synchronizer.run(), name="synchronizer")
             try:
                 if page:
@@ -272,7 +277,7 @@ def worker(
     from anabranch.workers.run import Ending, MemberOptions, run_worker
 
     ending = Ending(drain_s)
-    ending.install()
+    call_on_signals(ending.ask)
     options = MemberOptions(
         name,
         label,
@@ -310,7 +315,7 @@ def evaluator(
     from anabranch.workers.run import Ending, MemberOptions, run_evaluator
 
     ending = Ending(drain_s)
-    ending.install()
+    call_on_signals(ending.ask)
     options = MemberOptions(
         name, label, device, threads, every_s=every_s, task=task, task_options=_task_options(model, data, lora),
         prompt=prompt,
@@ -374,7 +379,8 @@ def set_(
     url: Url, setting: Annotated[str, typer.Argument(help="for example rounds.quorum=2", metavar="KEY=VALUE")]
 ) -> None:
     """Change a setting while the run goes on (quorum, grace, inner_steps)."""
-    from anabranch.spec import RunSpec, parse_value
+    from anabranch.settings import parse_value
+    from anabranch.spec import RunSpec
 
     key, separator, text = setting.partition("=")
     if not separator:
@@ -425,8 +431,33 @@ def export(
     typer.echo(f"{out}: {', '.join(written)}")
 
 
+replay = typer.Typer(help="Go through again what a run recorded.", no_args_is_help=True)
+app.add_typer(replay, name="replay")
+
+
+@replay.command()
+def decisions(
+    run: Annotated[Path, typer.Argument(help="a run directory", metavar="RUN")], as_json: AsJson = False
+) -> None:
+    """Feed a run's journal to a fresh decision core and compare every decision and reason."""
+    from anabranch.orchestrator.journal import segments
+    from anabranch.simulate.replay import Replayed, replay_decisions
+
+    def progress(path: Path, done: Replayed) -> None:
+        if not as_json:
+            typer.echo(f"{path.name}: {done.events:,} events, {done.decisions:,} decisions so far")
+
+    done = replay_decisions(segments(run), progress)
+    if as_json:
+        typer.echo(json.dumps(vars(done)))
+    else:
+        typer.echo(done.summary)
+    if done.difference is not None:
+        raise typer.Exit(1)
+
+
 def _settings(spec: Path | None, overrides: list[str] | None, run: str, print_config: bool) -> Any:
-    from anabranch.spec import load_spec
+    from anabranch.settings import load_spec
 
     settings = load_spec(spec, overrides=[*(overrides or []), f'name="{run}"'])
     if print_config:

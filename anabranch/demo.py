@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -296,24 +296,3 @@ def _close(pipe: IO[bytes] | None) -> None:
 
 def _tail(path: Path, lines: int = 12) -> str:
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
-
-
-@contextmanager
-def ending_on_signals(loop: asyncio.AbstractEventLoop, ending: asyncio.Event) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP set `ending`; a second one kills this process (and with it every child)."""
-    import signal
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def handle(number: int) -> None:
-        if ending.is_set():
-            os._exit(128 + number)
-        ending.set()
-
-    for number in numbers:
-        loop.add_signal_handler(number, handle, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from anabranch._version import VERSION
-from anabranch.orchestrator.view import ledger_rows
+from anabranch.orchestrator.core.view import ledger_rows
 from anabranch.queue.connection import check_server, connect
 from anabranch.queue.control import send_command
 from anabranch.queue.keys import Keys

@@ -1,27 +1,23 @@
 """The run's typed definition: what `run.toml` may say, its defaults, and what may change while it runs.
 
-Order of precedence, highest first: explicit argument (`--set rounds.quorum=2`), environment
-(`ANABRANCH_ROUNDS__QUORUM=2`), file (`run.toml`), default. An unknown key, a wrong type or an impossible
-combination is a `SpecError` that names the key, the value seen and what is allowed.
+An unknown key, a wrong type or an impossible combination is a `SpecError` that names the key, the value seen and what
+is allowed. Where settings come from is in `settings.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from anabranch.errors import SpecError
+from anabranch.merge.names import Codec, Rule
 
 ID_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
-ENVIRONMENT_PREFIX = "ANABRANCH_"
 
 #: What `anabranch set` may change while the run goes on; everything else is in the hash joiners compare.
 MUTABLE = frozenset(
@@ -36,13 +32,9 @@ MUTABLE = frozenset(
     }
 )
 
-#: Settings and sections that members of older message schemas do not know. A run of such a schema has their defaults.
-_SINCE = {
-    "rounds.later_inner_steps": 3,
-    "rounds.later_from_tokens": 3,
-    "workers.blend_alpha": 3,
-    "data": 3,
-}
+#: Settings and sections that members of older message schemas do not know, and the first that does. A run of such a
+#: schema has their defaults.
+_SINCE: dict[str, int] = {}
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -86,8 +78,8 @@ class RoundsSpec(_Section):
 class MergeSpec(_Section):
     """How contributions become an outer gradient, and the outer step (DESIGN section 5)."""
 
-    matrix: Literal["radial", "average"] = "radial"
-    embedding: Literal["radial", "average"] = "radial"
+    matrix: Rule = "radial"
+    embedding: Rule = "radial"
     embedding_tensors: tuple[str, ...] = ("*embed*", "*emb.weight", "*wte*", "*wpe*")  # shell-style patterns
     outer_lr: Annotated[float, Field(gt=0, le=10)] = 1.0
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -102,7 +94,7 @@ class WorkersSpec(_Section):
 
     adoption: Literal["overwrite", "blend", "rebase"] = "overwrite"
     blend_alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5  # share of the live parameters that `blend` keeps
-    codec: Literal["fp32", "bf16"] = "bf16"
+    codec: Codec = "bf16"
     heartbeat_s: Annotated[float, Field(ge=0.05, le=3600)] = 1.0  # gone after 3 without one
     stuck_after_steps: Annotated[float, Field(ge=2)] = 10.0  # no step for this many usual step times: stuck
     min_step_s: Annotated[float, Field(gt=0)] = 0.0005  # claimed steps are capped at one per this time
@@ -195,71 +187,6 @@ def parse_spec(data: Mapping[str, Any]) -> RunSpec:
         return RunSpec.model_validate(_lists_to_tuples(data))
     except ValidationError as error:
         raise SpecError(_explain(error)) from None
-
-
-def load_spec(
-    path: Path | None = None,
-    *,
-    overrides: Iterable[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> RunSpec:
-    """Read `run.toml` (or nothing), then the environment, then `section.key=value` overrides."""
-    data: dict[str, Any] = {}
-    if path is not None:
-        try:
-            data = _read_nones(tomllib.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise SpecError(
-                f"--spec {path}: no such file; write one with `anabranch orchestrator --print-config`"
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SpecError(f"--spec {path}: not valid TOML: {error}") from None
-        except OSError as error:
-            raise SpecError(f"--spec {path}: cannot be read: {error.strerror}") from None
-    for key, value in _from_environment(os.environ if environment is None else environment):
-        _assign(data, key, value)
-    for item in overrides:
-        key, separator, text = item.partition("=")
-        if not separator:
-            raise SpecError(f"--set {item!r}: expected section.key=value, for example rounds.quorum=2")
-        _assign(data, key.strip(), parse_value(text.strip()))
-    return parse_spec(data)
-
-
-def parse_value(text: str) -> object:
-    """A TOML value if it is one (`2`, `0.5`, `true`, `[1, 2]`), else the bare string; `none` is None."""
-    if text.lower() == "none":
-        return None
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _read_nones(data: dict[str, Any]) -> dict[str, Any]:
-    """TOML has no null: `"none"` in a section stands for it, as `none` does elsewhere."""
-    return {
-        section: {key: None if value == "none" else value for key, value in values.items()}
-        if isinstance(values, dict)
-        else values
-        for section, values in data.items()
-    }
-
-
-def _from_environment(environment: Mapping[str, str]) -> Iterable[tuple[str, object]]:
-    for name, text in sorted(environment.items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            yield key, parse_value(text)
-
-
-def _assign(data: dict[str, Any], key: str, value: object) -> None:
-    *path, last = key.split(".")
-    for part in path:
-        data = data.setdefault(part, {})
-        if not isinstance(data, dict):
-            raise SpecError(f"{key}: {part} is a value, not a section")
-    data[last] = value
 
 
 def _lists_to_tuples(data: Mapping[str, Any]) -> dict[str, Any]:

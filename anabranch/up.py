@@ -1,7 +1,7 @@
 """`anabranch up`: a run directory, an embedded server, the synchronizer and its page, as one.
 
-The directory (mode 0700) holds `data/` (the server's append-only file), `checkpoints/`, `tape.jsonl`, `token` (for
-the page's control API), `password` and `port` (so that a repeated `up` continues under the same address).
+The directory (mode 0700) holds `data/` (the server's append-only file), `checkpoints/`, `tape.jsonl`, `journal/`,
+`token` (for the page's control API), `password` and `port` (so that a repeated `up` goes on under the same address).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from anabranch.errors import UsageError
+from anabranch.orchestrator.journal import DEFAULT_MB
 from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.orchestrator.web.app import PageOptions, serve_page
 from anabranch.queue.embedded import EmbeddedServer, ServerOptions
@@ -40,6 +41,7 @@ class UpOptions:
     init: Path | None = None
     checkpoints: str | None = None  # a folder or an fsspec URL instead of the run directory's own folder
     drain_s: float = 0.0
+    journal_mb: int = DEFAULT_MB
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,14 @@ async def bring_up(options: UpOptions, spec: RunSpec | None, run: str) -> AsyncI
 async def _synchronizer(
     url: RunUrl, spec: RunSpec | None, directory: Path, options: UpOptions
 ) -> AsyncIterator[tuple[Synchronizer, asyncio.Task[None]]]:
-    synchronizer = Synchronizer(url, spec, directory=directory, init=options.init, checkpoints=options.checkpoints)
+    synchronizer = Synchronizer(
+        url,
+        spec,
+        directory=directory,
+        init=options.init,
+        checkpoints=options.checkpoints,
+        journal_mb=options.journal_mb,
+    )
     task = asyncio.create_task(synchronizer.run(), name="synchronizer")
     try:
         yield synchronizer, task

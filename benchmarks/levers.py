@@ -24,7 +24,9 @@ from anabranch.merge.average import MergeRules, merge_fragment
 from anabranch.merge.fragments import Fragment, Layout
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.model import Float32
-from anabranch.orchestrator import events as ev
+from anabranch.orchestrator.core import instructions as do
+from anabranch.orchestrator.core.events import Heard
+from anabranch.queue import messages
 from anabranch.workers.tasks.gpt import GPT
 from anabranch.workers.torch_store import TorchStore
 from benchmarks.virtual import World
@@ -75,15 +77,16 @@ class LeverWorld(World):
 
     def run(self) -> None:
         if later := self.levers.get("later"):
-            change = ev.Commanded("00" * 4, "set", self._entry(), "rounds.inner_steps", int(later), "levers")
-            self._at(self.levers.get("from", 0.25) * self.end, lambda: self._feed(change))
+            key, value = "rounds.inner_steps", int(later)
+            change = messages.Command(id="00" * 4, action="set", key=key, value=value, by="levers")
+            self.engine.later(self.levers.get("from", 0.25) * self.end, Heard("", self._entry(), change))
         super().run()
 
     @property
     def _share(self) -> float:
         return min(1.0, self.now / self.end)
 
-    def _gradient(self, order: ev.Merge) -> Float32:
+    def _gradient(self, order: do.Merge) -> Float32:
         power = self.levers.get("weights", 1.0)
         weights = [weight**power for _, weight in order.parts]
         plain = self._share >= self.levers.get("settle", 2.0)
@@ -114,11 +117,11 @@ class LeverWorld(World):
     def judged(self) -> list[Float32]:
         return self._averages or self.theta
 
-    def _commit(self, commit: ev.Commit) -> None:
-        super()._commit(commit)
+    def _commit(self, merged: messages.Merged) -> None:
+        super()._commit(merged)
         keep = self.levers.get("ema", 0.0)
         if keep:
             if not self._averages:
                 self._averages = [theta.copy() for theta in self.theta]
-            old, new = self._averages[commit.fragment], self.theta[commit.fragment]
-            self._averages[commit.fragment] = (keep * old + (1 - keep) * new).astype(new.dtype)
+            old, new = self._averages[merged.fragment], self.theta[merged.fragment]
+            self._averages[merged.fragment] = (keep * old + (1 - keep) * new).astype(new.dtype)

@@ -195,7 +195,7 @@ def decoupled(config: Config, show: Callable[[float, float], None]) -> dict[str,
     watch(world)
     if world.notes:
         raise AssertionError(f"the books do not add up: {world.notes[:3]}")
-    rounds = world.core.state.counts
+    rounds = world.state.counts
     return {
         "tokens": world.processed,
         "virtual_time": round(world.now, 3),

@@ -18,16 +18,18 @@ from redis.asyncio import Redis
 
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32
-from anabranch.orchestrator.state import State
+from anabranch.orchestrator.core.state import State
 from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.queue import messages
 from anabranch.queue.connection import connect
 from anabranch.queue.control import send_command
-from anabranch.queue.keys import Keys
+from anabranch.queue.keys import CORE_FIELD, Keys, fragment_field, momentum_field
+from anabranch.queue.records import read_record, unpack_claim
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec, parse_spec
-from anabranch.workers.client import Client
-from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticWorker
+from anabranch.workers.member.client import Client
+from anabranch.workers.member.incarnation import Incarnation
+from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticWorker
 from tests.wait import PATIENCE_S, wait_until
 
 
@@ -86,10 +88,13 @@ class Bench:
         return [fragment.version for fragment in core.state.fragments] if core is not None else []
 
     async def reach(self, version: int, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until every fragment has this version."""
-        await wait_until(
-            lambda: bool(self.versions()) and min(self.versions()) >= version, f"version {version}", timeout_s
-        )
+        """Wait until every fragment has this version (0: until the birth is stored)."""
+
+        def there() -> bool:
+            vault = self.synchronizer.vault
+            return vault is not None and bool(vault.versions) and min(self.versions(), default=-1) >= version
+
+        await wait_until(there, f"version {version}", timeout_s)
 
     async def command(self, action: str) -> None:
         """Send an operator's command."""
@@ -203,20 +208,45 @@ def scripted(worker: int) -> Callable[[int, int, int], Float32]:
 
 def send_everything_twice(client: Client) -> None:
     """Make a client repeat each message, as a retry after a lost reply would."""
-    once = client._post
+    once = client.line.post
 
-    async def twice(message: messages.Message) -> None:
-        await once(message)
-        await once(message)
+    async def twice(message: messages.Message, schema: int) -> None:
+        await once(message, schema)
+        await once(message, schema)
 
-    client._post = twice  # type: ignore[method-assign]
+    change_line(client, "post", twice)
+
+
+def change_line(client: Client, method: str, other: Callable[..., Any]) -> None:
+    """Have a client speak or hear in another way."""
+    object.__setattr__(client.line, method, other)
+
+
+def each_life(client: Client, change: Callable[[Incarnation], None]) -> None:
+    """Have every incarnation of a client changed as it is made."""
+    begin = client._begin
+
+    def changed(*parts: Any) -> Incarnation:
+        life = begin(*parts)
+        change(life)
+        return life
+
+    client._begin = changed  # type: ignore[assignment]
+
+
+def life_of(client: Client) -> Incarnation:
+    """Of a client that was welcome."""
+    assert client.life is not None
+    return client.life
 
 
 @contextmanager
-def process(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    *arguments: str, environment: dict[str, str] | None = None, module: str = "anabranch"
+) -> Iterator[subprocess.Popen[bytes]]:
     """`anabranch ARGUMENTS` as a process of its own; killed at the end of the block if it still runs."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "anabranch", *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **(environment or {})},
@@ -227,3 +257,18 @@ def process(*arguments: str, environment: dict[str, str] | None = None) -> Itera
         if child.poll() is None:
             child.send_signal(signal.SIGKILL)
         child.communicate()
+
+
+async def stored_core(redis: Redis, keys: Keys) -> dict[str, Any] | None:
+    """The core's record as the server holds it; None before the first write."""
+    data: Any = await redis.hget(keys.state, CORE_FIELD)
+    state: dict[str, Any] | None = messages.unpack(data)["state"] if data is not None else None
+    return state
+
+
+async def stored_claims(redis: Redis, keys: Keys, fragment: int) -> tuple[messages.Claim, messages.Claim | None]:
+    """Where the server says that Θ and momentum of a fragment are."""
+    theta: Any = await redis.hget(keys.state, fragment_field(fragment))
+    momentum: Any = await redis.hget(keys.state, momentum_field(fragment))
+    head = read_record(messages.FragmentHead, theta, keys.run)
+    return head.claim, unpack_claim(momentum) if momentum is not None else None

@@ -51,7 +51,8 @@ def _handlers(logger: logging.Logger) -> list[logging.Handler]:
 
 
 def _signals() -> Look:
-    return {f"handler of {number.name}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return {f"handler of {number.name}": signal.getsignal(number) for number in numbers}
 
 
 def look() -> Look:

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anabranch
 from anabranch.faults import arm_from_environment
-from anabranch.workers.feed import Feed
-from anabranch.workers.session import Session
+from anabranch.workers.member.feed import Feed
+from anabranch.workers.trains import Trains
 
 Result = dict[str, Any]
 
@@ -147,7 +147,7 @@ class Numbers:
         return [int(index) for index in indices]
 
 
-def _step(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+def _step(session: Trains, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     generator = torch.Generator().manual_seed(int(session.tokens) * 2 + rank)
     inputs = torch.randn(8, 4, generator=generator)
     loss: Any = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

@@ -16,7 +16,7 @@ from anabranch.checkpoints.place import MANIFEST, open_place
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32, flatten, layout_for
 from anabranch.orchestrator.checkpoint import Checkpoints, Snapshot, take_snapshot
-from anabranch.orchestrator.state import Fragment, State
+from anabranch.orchestrator.core.state import Fragment, State
 from anabranch.orchestrator.vault import Version
 from anabranch.queue.blobs import make_claim
 from anabranch.spec import RunSpec
@@ -43,8 +43,8 @@ def versions(number: int, *, merged: bool = True, layout: Layout = LAYOUT) -> li
 
 
 def state(number: int, spec: RunSpec = SPEC, *, timeline: str = "0-abcd", layout: Layout = LAYOUT) -> State:
-    fragments = [Fragment(index=f.index, size=f.size, version=number) for f in layout.fragments]
-    return State(spec=spec, timeline=timeline, fragments=fragments, heldout=[(0, 3.0), (10, 2.5)])
+    fragments = [Fragment(f.index, f.size, b"", version=number) for f in layout.fragments]
+    return State(spec, "nonce", timeline=timeline, fragments=fragments, heldout=[(0, 3.0), (10, 2.5)])
 
 
 def snapshot(number: int, *, timeline: str = "0-abcd", merged: bool = True, stored: bytes = b"opaque") -> Snapshot:

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from anabranch import cli
 from anabranch._version import VERSION
-from anabranch.spec import RunSpec, load_spec
+from anabranch.settings import load_spec
+from anabranch.spec import RunSpec
 from tests.conftest import ServerFactory
 from tests.wait import PATIENCE_S
 
@@ -50,7 +51,9 @@ def test_without_a_word_it_explains_itself() -> None:
 
 
 def test_the_commands_are_those_we_know() -> None:
-    known = "checkpoint demo evaluator export orchestrator pause restore resume sample set status stop up worker"
+    known = (
+        "checkpoint demo evaluator export orchestrator pause replay restore resume sample set status stop up worker"
+    )
     assert known.split() == COMMANDS
 
 
@@ -107,7 +110,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         assert lines[0].startswith("anabranch: ")
         return lines[0]
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield fail
     for number, handler in handlers.items():  # members install their own
         signal.signal(number, handler)

@@ -7,7 +7,7 @@ import pytest
 from anabranch.errors import ServerUnreachable
 from anabranch.operate import command, status
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import bench, make_spec
 from tests.wait import wait_until
 

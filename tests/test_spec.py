@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.errors import SpecError
-from anabranch.spec import MUTABLE, RunSpec, load_spec, parse_spec, parse_value
+from anabranch.settings import load_spec, parse_value
+from anabranch.spec import MUTABLE, RunSpec, parse_spec
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -34,8 +34,7 @@ from anabranch.merge._blocks import (
     sum_squares_exact,
 )
 from anabranch.merge.fragments import Fragment, TensorSpec
-
-Rule = Literal["radial", "average"]
+from anabranch.merge.names import Rule as Rule
 
 CANCELLED = 1e-6
 """Below this ‖Σ w φ(d)‖ / Σ w the direction is noise, and the weighted average is used."""
@@ -53,8 +52,9 @@ class MergeRules:
 
     def __post_init__(self) -> None:
         for key, rule in (("matrix", self.matrix), ("embedding", self.embedding)):
-            if rule not in ("radial", "average"):
-                raise SpecError(f"merge.{key} = {rule!r}: allowed are 'radial' and 'average'; choose one of them")
+            if rule not in get_args(Rule):
+                allowed = " and ".join(map(repr, get_args(Rule)))
+                raise SpecError(f"merge.{key} = {rule!r}: allowed are {allowed}; choose one of them")
 
     def rule(self, tensor: TensorSpec) -> Rule:
         """The rule for this tensor."""

@@ -1,6 +1,6 @@
 """How a flat float32 vector travels: a registry of codecs, little endian on the wire.
 
-A new codec is one entry in `_CODECS`; everything else looks it up there.
+A new codec is its name in `names.py` and an entry in `_CODECS`; everything else looks it up there.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import SpecError, UnusablePayload
 from anabranch.merge._blocks import Float32, spans
-
-Codec = Literal["fp32", "bf16"]
+from anabranch.merge.names import Codec as Codec
 
 _LITTLE = sys.byteorder == "little"
 
@@ -88,13 +87,13 @@ def _decode_bf16(raw: memoryview) -> Float32:
     return words.view(np.float32)
 
 
-_CODECS: dict[str, _Implementation] = {
+_CODECS: dict[Codec, _Implementation] = {
     "fp32": _Implementation(lambda size: 4 * size, _encode_fp32, _decode_fp32),
     "bf16": _Implementation(lambda size: 2 * size, _encode_bf16, _decode_bf16),
 }
 
 
-def _find(codec: str) -> _Implementation:
+def _find(codec: Codec) -> _Implementation:
     try:
         return _CODECS[codec]
     except KeyError:

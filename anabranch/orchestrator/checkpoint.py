@@ -24,7 +24,7 @@ from anabranch.faults import fail_at
 from anabranch.loops import in_daemon_thread
 from anabranch.merge.fragments import Layout
 from anabranch.model import unflatten
-from anabranch.orchestrator.state import State
+from anabranch.orchestrator.core.state import State
 
 if TYPE_CHECKING:
     from anabranch.orchestrator.vault import Version

@@ -6,8 +6,8 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-from anabranch.orchestrator import events as ev
 from anabranch.orchestrator import ingest
+from anabranch.orchestrator.core.events import Event
 from anabranch.queue.keys import SYNCHRONIZER, Keys
 from anabranch.queue.streams import Entry, StreamReader
 from anabranch.spec import ID_PATTERN
@@ -26,7 +26,7 @@ class Inboxes:
         self._most = most
         self._reader = StreamReader()
         self._names: set[str] = set()
-        self._senders: dict[str, tuple[str, str]] = {keys.control: ("control", "")}  # stream: kind, sender
+        self._senders: dict[str, tuple[str, str]] = {keys.control: ("control stream", "")}  # stream: kind, sender
         self._reader.follow(keys.control)
 
     def follow(self, name: str, members: set[str]) -> None:
@@ -40,7 +40,8 @@ class Inboxes:
             log.warning("%s knocks, but limits.max_members = %d inboxes are read", name, self._most)
             return
         self._names.add(name)
-        for kind, stream in (("inbox", self._keys.contributions(name)), ("progress", self._keys.progress(name))):
+        streams = {"inbox": self._keys.contributions(name), "progress stream": self._keys.progress(name)}
+        for kind, stream in streams.items():
             self._senders[stream] = (kind, name)
             self._reader.follow(stream)
 
@@ -58,18 +59,13 @@ class Inboxes:
     async def read(self, redis: Redis, block_ms: int | None) -> list[Entry]:
         return await self._reader.read(redis, block_ms)
 
-    def events(self, entries: list[Entry]) -> list[ev.Event]:
+    def events(self, entries: list[Entry]) -> list[Event]:
         """What the entries say, in their order."""
-        read: list[ev.Event] = []
-        for entry in entries:
-            kind, sender = self._senders.get(entry.stream, ("", ""))
-            if kind == "inbox":
-                read.append(ingest.read_inbox(entry, sender, self._keys.run))
-            elif kind == "progress":
-                read.append(ingest.read_progress(entry, sender, self._keys.run))
-            elif kind == "control":
-                read.append(ingest.read_control(entry, self._keys.run))
-        return read
+        return [
+            ingest.read_entry(entry, *self._senders[entry.stream], self._keys.run)
+            for entry in entries
+            if entry.stream in self._senders
+        ]
 
     async def drop_damaged(self, redis: Redis) -> list[str]:
         """Stop reading streams that somebody made something else of; returns whose they were."""

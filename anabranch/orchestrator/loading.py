@@ -1,8 +1,8 @@
 """The beginning of a term: from what is stored, or from the newest copy of it if the server lost that.
 
-The rule: never go back silently, and never further than needed. A run goes on from its stored state; only if that
-is gone, damaged, or older than what this process still holds or a checkpoint has, the newest of those is put back.
-Whenever members may have seen more than there is now, the run goes on under a new timeline.
+A run goes on from its stored state; only if that is gone, damaged, or older than what this process still holds or a
+checkpoint has, the newest of those is put back (`core/copies.py` decides). Whenever members may have seen more than
+there is now, the run goes on under a new timeline.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anabranch._version import VERSION
-from anabranch.errors import CheckpointError, PayloadError
-from anabranch.orchestrator import timelines
+from anabranch.errors import CheckpointError, MessageError, PayloadError
 from anabranch.orchestrator.checkpoint import Checkpoints, Restored
-from anabranch.orchestrator.core import Core
-from anabranch.orchestrator.ledger import Account
+from anabranch.orchestrator.context import Context
+from anabranch.orchestrator.core import copies, timelines
+from anabranch.orchestrator.core.ledger import Account
+from anabranch.orchestrator.core.record import core_record, member_record, restore
+from anabranch.orchestrator.core.state import State
 from anabranch.orchestrator.store import Stored, check_same, load_tensors, read_stored
 from anabranch.orchestrator.vault import Vault
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.keys import Keys
 from anabranch.queue.messages import SCHEMA, Claim, pack, unpack
-from anabranch.queue.records import RunRecord
+from anabranch.queue.records import RunRecord, read_tape
 from anabranch.spec import RunSpec, parse_spec
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
-
-    from anabranch.orchestrator.synchronizer import Synchronizer
-    from anabranch.queue.connection import ServerLife
 
 log = logging.getLogger("anabranch.synchronizer")
 
@@ -49,7 +48,7 @@ class Persist(Protocol):
 class Loaded:
     """What a term begins with."""
 
-    core: Core
+    state: State
     record: RunRecord
     vault: Vault
     returned: str | None = None  # why members may have seen more than there is: a new timeline begins
@@ -59,107 +58,89 @@ class Loaded:
     heard: int = 0  # number of the last broadcast entry that members may have seen
 
 
-def pack_stored(core: Core, broadcast: int, now: float) -> bytes:
+def pack_stored(state: State, broadcast: int, now: float) -> bytes:
     """Everything a checkpoint needs besides tensors: the core's record, members and their accounts."""
-    record, members = core.dump_all(now)
-    accounts = {i: [a.applied, a.rejected, a.lost] for i, a in ((m.incarnation, m.account) for m in core.members())}
-    return pack({"core": record, "members": list(members.values()), "accounts": accounts, "broadcast": broadcast})
+    members = [member_record(member, now) for _, member in sorted(state.members.items())]
+    accounts = {i: [m.account.applied, m.account.rejected, m.account.lost] for i, m in state.members.items()}
+    return pack({"core": core_record(state, now), "members": members, "accounts": accounts, "broadcast": broadcast})
 
 
-async def load_run(
-    owner: Synchronizer, redis: Redis, life: ServerLife, persist: Persist, memory: Restored | None
-) -> Loaded:
-    """Load, or put back, or begin. `CheckpointError` if the run was here and nothing of it is left."""
-    now, nonce = owner.clock.tick(), secrets.token_hex(4)
-    stored: Stored = await persist(
-        lambda: read_stored(redis, owner.keys, owner.spec, nonce, now), "read the stored run"
+async def load_run(context: Context, memory: Restored | None) -> Loaded:
+    """Load, or put back, or begin. `memory`: what an earlier term held when the server lost it. `CheckpointError` if
+    the run was here and nothing of it is left."""
+    loaded = await _load(context, memory)
+    context.stack.callback(loaded.vault.close)
+    tape = context.tape
+    missed = await context.persist(lambda: read_tape(context.redis, context.keys, tape.last_id), "read the tape")
+    tape.catch_up(missed)
+    return loaded
+
+
+async def _load(context: Context, memory: Restored | None) -> Loaded:
+    run, now, nonce = context.keys.run, context.clock.tick(), secrets.token_hex(4)
+    stored: Stored = await context.persist(
+        lambda: read_stored(context.redis, context.keys, context.spec, nonce, now), "read the stored run"
     )
-    blobs = RedisBlobs(redis, owner.keys)
-    vault = Vault(stored.core.state.spec, blobs)
-    if memory is not None and stored.core.state.born and _place(memory)[0] < _stored_place(stored)[0]:
-        memory = None  # another leader went on without it
-    damage = await _load_tensors(redis, owner, persist, stored, vault)
-    suspicion = damage or _suspicion(stored, life, memory)
-    newest = await _newest_copy(owner, stored, suspicion, memory)
-    if newest is not None and (damage or not stored.core.state.born or _place(newest) > _stored_place(stored)):
+    state, place = stored.state, _stored_place(stored)
+    vault = Vault(state.spec, RedisBlobs(context.redis, context.keys))
+    if memory is not None and copies.is_overtaken(_place(memory), place):
+        memory = None
+    damage = await _load_tensors(context, stored, vault)
+    life = stored.run_id, context.life.run_id
+    suspicion = copies.suspicion(born=state.born, damage=damage, had_memory=memory is not None, life=life)
+    newest = await _newest_copy(context, stored, memory) if suspicion is not None else None
+    if newest is not None and copies.is_put_back(_place(newest), place, damage):
         vault.close()
-        return await _put_back(owner, redis, persist, stored, newest, suspicion, nonce)
-    if damage:
-        raise CheckpointError(
-            f"run {owner.keys.run!r}: {damage}, and there is no checkpoint to go on from: nothing is written. "
-            "Give --checkpoints, or `anabranch restore` one"
-        )
-    if owner.saw_model and not stored.core.state.born:  # whoever led may still hold it: the lease is given back
-        raise CheckpointError(
-            f"run {owner.keys.run!r} was under way, and the server holds nothing of it any more. This synchronizer "
-            "has no copy: it ends, no new model is begun. Give --checkpoints to all synchronizers of a run"
-        )
-    stored.core.state.init_given = owner.init is not None
-    if stored.core.state.born:
-        log.info("run %s continues: %s tokens applied", owner.keys.run, f"{stored.core.state.tokens:,}")
+        return await _put_back(context, stored, newest, suspicion, nonce)
+    end = copies.nothing_left(run, born=state.born, damage=damage, saw_model=context.saw_model)
+    if end is not None:
+        raise CheckpointError(end)
+    if state.born:
+        log.info("run %s continues: %s tokens applied", run, f"{state.tokens:,}")
     record = replace(stored.record, schema=_schema(stored), release=VERSION)
-    returned = suspicion if stored.core.state.born else None
-    return Loaded(stored.core, record, vault, returned, heard=stored.broadcast)
+    return Loaded(state, record, vault, suspicion if state.born else None, heard=stored.broadcast)
 
 
 def _schema(stored: Stored) -> int:
     """Members of an older release keep the run at theirs; once nobody is live it moves on."""
-    return stored.record.schema if any(m.live for m in stored.core.members()) else SCHEMA
+    return stored.record.schema if any(m.live for m in stored.state.members.values()) else SCHEMA
 
 
-async def _load_tensors(
-    redis: Redis, owner: Synchronizer, persist: Persist, stored: Stored, vault: Vault
-) -> str | None:
+async def _load_tensors(context: Context, stored: Stored, vault: Vault) -> str | None:
     """Fetch Θ and momentum; what is wrong with them, or None."""
     layout = stored.record.layout
-    if not stored.core.state.born:
+    if not stored.state.born:
         return None
     if layout is None:
         return "its stored layout is gone"
     try:
-        await persist(lambda: load_tensors(redis, owner.keys, vault, layout), "fetch the model", bounded=False)
-    except PayloadError as error:
+        load = partial(load_tensors, context.redis, context.keys, vault, layout)
+        await context.persist(load, "fetch the model", bounded=False)
+    except (MessageError, PayloadError) as error:
         return f"the stored model is damaged ({error})"
     return None
 
 
-def _suspicion(stored: Stored, life: ServerLife, memory: Restored | None) -> str | None:
-    """Why the server may have less than it acknowledged."""
-    if not stored.core.state.born:
-        return "the server holds nothing of this run any more"
-    if memory is not None:
-        return "the server lost acknowledged writes, or was started again"
-    if None not in (stored.run_id, life.run_id) and stored.run_id != life.run_id:
-        return "the server was started again, or another one took its place: its last writes may be lost"
-    return None
-
-
-async def _newest_copy(
-    owner: Synchronizer, stored: Stored, suspicion: str | None, memory: Restored | None
-) -> Restored | None:
-    """The newest of our own memory and the checkpoints, if there is a reason to look."""
-    if suspicion is None:
-        return None
-    kept = await _checkpoint_of(owner.checkpoints, owner.keys.run)
-    if kept is not None and owner.init is not None and not stored.core.state.born:
+async def _newest_copy(context: Context, stored: Stored, memory: Restored | None) -> Restored | None:
+    """The newest of our own memory and the checkpoints."""
+    kept = await _checkpoint_of(context.checkpoints, context.keys.run)
+    if kept is not None and context.init is not None and not stored.state.born:
         raise CheckpointError(
-            f"--init {owner.init} would begin a new model, but {kept.location} is a checkpoint of run "
-            f"{owner.keys.run!r}: leave out --init to go on from it, or take another --dir for a new run"
+            f"--init {context.init} would begin a new model, but {kept.location} is a checkpoint of run "
+            f"{context.keys.run!r}: leave out --init to go on from it, or take another --dir for a new run"
         )
-    copies = [copy for copy in (memory, kept) if copy is not None]
-    return max(copies, key=_place, default=None)
+    found = [copy for copy in (memory, kept) if copy is not None]
+    return max(found, key=_place, default=None)
 
 
-Place = tuple[int, ...]  # timeline, tokens, broadcast entries: where in a run's history a copy was made
+def _place(copy: Restored) -> copies.Place:
+    timeline = timelines.number_of(copy.manifest["timeline"])
+    return copies.Place(timeline, copy.tokens, unpack(copy.state)["broadcast"])
 
 
-def _place(copy: Restored) -> Place:
-    """A later timeline was begun by whoever knew that the one before had lost something, so it comes first."""
-    return timelines.number_of(copy.manifest["timeline"]), copy.tokens, unpack(copy.state)["broadcast"]
-
-
-def _stored_place(stored: Stored) -> Place:
-    return timelines.number_of(stored.core.state.timeline), stored.core.state.tokens, stored.broadcast
+def _stored_place(stored: Stored) -> copies.Place | None:
+    state = stored.state
+    return copies.Place(timelines.number_of(state.timeline), state.tokens, stored.broadcast) if state.born else None
 
 
 async def _checkpoint_of(checkpoints: Checkpoints | None, run: str) -> Restored | None:
@@ -172,19 +153,12 @@ async def _checkpoint_of(checkpoints: Checkpoints | None, run: str) -> Restored 
     return kept
 
 
-async def _put_back(
-    owner: Synchronizer,
-    redis: Redis,
-    persist: Persist,
-    stored: Stored,
-    copy: Restored,
-    suspicion: str | None,
-    nonce: str,
-) -> Loaded:
+async def _put_back(context: Context, stored: Stored, copy: Restored, suspicion: str | None, nonce: str) -> Loaded:
     """Upload a copy; the term's first write makes it the run's state."""
     spec = parse_spec(copy.manifest["spec"])
-    check_same(owner.keys.run, owner.spec, spec)
-    loaded = await put_back(owner.keys.run, redis, persist, stored, copy, spec, nonce, owner.clock.now)
+    check_same(context.keys.run, context.spec, spec)
+    run, now = context.keys.run, context.clock.now
+    loaded = await put_back(run, context.redis, context.persist, stored, copy, spec, nonce, now)
     loaded.returned = f"{suspicion}: restored from {copy.location}, {copy.tokens:,} tokens applied"
     return loaded
 
@@ -199,26 +173,24 @@ async def put_back(
     nonce: str,
     now: float,
 ) -> Loaded:
-    """The core and the tensors of a copy, its blobs uploaded under new names."""
+    """The state and the tensors of a copy, its blobs uploaded under new names."""
     held = unpack(copy.state)
     accounts = {int(i): Account(*columns) for i, columns in held["accounts"].items()}
-    core = Core.load(
-        held["core"], held["members"], accounts, spec=spec, nonce=nonce, broadcast=held["broadcast"], now=now
-    )
-    blobs = RedisBlobs(redis, Keys(run))
-    vault = Vault(spec, blobs, copy.layout)
+    broadcast: int = held["broadcast"]
+    state = restore(held["core"], held["members"], accounts, spec=spec, nonce=nonce, broadcast=broadcast, now=now)
+    vault = Vault(spec, RedisBlobs(redis, Keys(run)), copy.layout)
     for theta, momentum in zip(copy.thetas, copy.momenta, strict=True):
         upload = partial(vault.upload, theta, momentum)
         vault.versions.append(await persist(upload, "upload the model", bounded=False))
-    timelines.outlast(core.state, stored.core.state)
-    for fragment, version in zip(core.state.fragments, vault.versions, strict=True):
+    timelines.outlast(state, stored.state)
+    for fragment, version in zip(state.fragments, vault.versions, strict=True):
         fragment.digest = version.theta_claim.digest
     return Loaded(
-        core,
+        state,
         RunRecord(spec, copy.layout, _schema(stored)),
         vault,
         restored=stored.members,
         replaced=stored.claims,
-        broadcast=max(0, held["broadcast"] - stored.broadcast),
-        heard=max(held["broadcast"], stored.broadcast),
+        broadcast=max(0, broadcast - stored.broadcast),
+        heard=max(broadcast, stored.broadcast),
     )

@@ -10,9 +10,11 @@ from typing import Any
 
 from anabranch.checkpoints.reading import read_checkpoint
 from anabranch.errors import UsageError
-from anabranch.orchestrator import events as ev
+from anabranch.orchestrator.core.events import Returned
+from anabranch.orchestrator.core.port import Core
 from anabranch.orchestrator.loading import put_back
-from anabranch.orchestrator.store import Scribe, read_stored
+from anabranch.orchestrator.scribe import Scribe
+from anabranch.orchestrator.store import read_stored
 from anabranch.orchestrator.tape import Tape
 from anabranch.queue.connection import check_server, connect
 from anabranch.queue.keys import Keys
@@ -41,9 +43,9 @@ async def restore(url: RunUrl, where: str, *, force: bool = False) -> str:
         stack.push_async_callback(writer.renew, 0)
         nonce = secrets.token_hex(4)
         stored = await read_stored(redis, keys, None, nonce, 0.0)
-        if stored.core.state.born and not force:
+        if stored.state.born and not force:
             raise UsageError(
-                f"the server holds run {url.run!r} with {stored.core.state.tokens:,} tokens applied; --force puts "
+                f"the server holds run {url.run!r} with {stored.state.tokens:,} tokens applied; --force puts "
                 f"{copy.location} ({copy.tokens:,} tokens) in its place"
             )
         spec = parse_spec({**copy.manifest["spec"], "name": url.run})
@@ -51,13 +53,16 @@ async def restore(url: RunUrl, where: str, *, force: bool = False) -> str:
         stack.callback(loaded.vault.close)
         tape = Tape(None)
         tape.catch_up(await read_tape(redis, keys, 0))
-        scribe = Scribe(keys, loaded.core, loaded.vault, tape, loaded.record)
+        core = Core(loaded.state)
+        scribe = Scribe(keys, core, loaded.vault, tape, loaded.record)
         reason = f"restored by hand from {copy.location}, {copy.tokens:,} tokens applied"
         opening = scribe.opening(info.get("run_id"), loaded.restored, loaded.broadcast, loaded.replaced)
-        instructions = loaded.core.handle(ev.Returned(reason), 0.0)
-        transaction, _ = scribe.compose(instructions, 0.0, opening, everything=True)
+        core.step(Returned(reason), 0.0)
+        batch = core.take(everything=True)
+        assert batch is not None
+        transaction, _ = scribe.describe(batch, 0.0, opening)
         await writer.write(transaction)
-    return f"run {url.run}: {reason}; timeline {loaded.core.state.timeline}"
+    return f"run {url.run}: {reason}; timeline {core.state.timeline}"
 
 
 async def _once(action: Callable[[], Awaitable[Any]], what: str, *, bounded: bool = True) -> Any:

@@ -1,7 +1,8 @@
 """The synchronizer: stands by until it may lead, leads for one term after another, and ends in order.
 
 It is crash-only: a term begins by loading everything from Redis, whether the process is new, was fenced by another
-leader, or found that the server had been restarted. What happens within a term is in `term.py`.
+leader, or found that the server had been restarted. A term is a `Context`
+(what it is given), then what was loaded, then `Leading`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from anabranch.errors import AnabranchError, Fenced, LeadershipLost, SchemaMisma
 from anabranch.loops import leaf
 from anabranch.orchestrator.checkpoint import Checkpoints, Restored
 from anabranch.orchestrator.clock import SteadyClock
+from anabranch.orchestrator.context import Context
+from anabranch.orchestrator.journal import DEFAULT_MB, Journal
+from anabranch.orchestrator.leading import Leading
+from anabranch.orchestrator.loading import load_run
 from anabranch.orchestrator.tape import Tape
-from anabranch.orchestrator.term import Term, TermEnded
 from anabranch.queue.connection import OUTAGE, ServerLife, check_server, connect
 from anabranch.queue.keys import Keys, fragment_field
 from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
@@ -32,7 +36,7 @@ from anabranch.spec import RunSpec
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-    from anabranch.orchestrator.core import Core
+    from anabranch.orchestrator.core.port import Core
     from anabranch.orchestrator.vault import Vault
 
 log = logging.getLogger("anabranch.synchronizer")
@@ -41,6 +45,10 @@ T = TypeVar("T")
 
 RELEASE_S = 2.0  # to give the lease back when ending; it runs out by itself otherwise
 CHECKPOINTS = "checkpoints"  # folder in the run directory
+
+
+class _Ended(Exception):
+    """Unwinds a term's task group when the synchronizer is to end."""
 
 
 class Synchronizer:
@@ -55,13 +63,15 @@ class Synchronizer:
         init: Path | None = None,
         clock: SteadyClock | None = None,
         checkpoints: str | None = None,
+        journal_mb: int = DEFAULT_MB,
     ) -> None:
-        """`directory`: run directory for tape and checkpoints; `checkpoints`: another folder or an fsspec URL for
-        them; `init`: safetensors file with version 0."""
+        """`directory`: run directory for tape, journal and checkpoints; `checkpoints`: another folder or an fsspec
+        URL for them; `init`: safetensors file with version 0; `journal_mb`: what the journal may grow to, 0: none."""
         self.url = url
         self.keys = Keys(url.run)
         self.clock = clock or SteadyClock()
         self.tape = Tape(directory)
+        self.journal = Journal(directory, journal_mb * 2**20) if directory is not None and journal_mb else None
         self.owner = secrets.token_hex(8)
         self.standby_for: str | None = None
         self.stopped = asyncio.Event()  # the run was stopped by an operator and everything is stored
@@ -72,27 +82,26 @@ class Synchronizer:
         keep = (spec or RunSpec()).checkpoint.keep
         where = checkpoints or (str(directory / CHECKPOINTS) if directory is not None else None)
         self.checkpoints = Checkpoints(where, keep) if where is not None else None
-        self.term: Term | None = None  # None: standby, or between two terms
+        self.leading: Leading | None = None  # None: standby, loading, or between two terms
         self.fresh = True  # this process has neither led nor stood by
         self.saw_model = False  # the run was born: if the server holds none of it, that is a loss
         self._memory: Restored | None = None  # what we held when the server lost it
-        self._hearing = True
         self._ending = asyncio.Event()
         self._drain_s = 0.0
 
     @property
     def core(self) -> Core | None:
         """The decision core while leading."""
-        return self.term.core if self.term is not None else None
+        return self.leading.core if self.leading is not None else None
 
     @property
     def vault(self) -> Vault | None:
-        return self.term.vault if self.term is not None else None
+        return self.leading.vault if self.leading is not None else None
 
     @property
     def hearing(self) -> bool:
         """Whether Redis answers."""
-        return self._hearing and (self.term is None or self.term.hearing)
+        return self.clock.hearing
 
     async def run(self) -> None:
         """Stand by, lead, stand by again …, until `end` or a stop.
@@ -101,6 +110,8 @@ class Synchronizer:
         """
         async with AsyncExitStack() as stack:
             stack.callback(self.tape.close)
+            if self.journal is not None:
+                stack.callback(self.journal.close)
             redis = connect(self.url, name="anabranch-start")
             stack.push_async_callback(redis.aclose)
             await check_server(redis, self.url)
@@ -147,31 +158,68 @@ class Synchronizer:
             except ServerChanged:  # while standing by, where nothing is at stake
                 return
             stack.push_async_callback(self._release, writer)
-            self.term = Term(self, redis, life, writer, lease_s, self._memory)
             try:
-                await self._lead(self.term, stack)
+                await self._lead(redis, life, writer, lease_s, stack)
             except LeadershipLost as error:
-                self.saw_model = self.saw_model or (self.core is not None and self.core.state.born)
-                if isinstance(error, ServerChanged):
-                    self._memory = self.term.memory() or self._memory
-                self.term, self.fresh = None, False
+                if self.leading is not None:
+                    self.saw_model = self.saw_model or self.leading.core.state.born
+                    if isinstance(error, ServerChanged):
+                        self._memory = self.leading.memory() or self._memory
+                self.leading, self.fresh = None, False
                 raise
 
-    async def _lead(self, term: Term, stack: AsyncExitStack) -> None:
+    async def _lead(
+        self, redis: Redis, life: ServerLife, writer: FencedWriter, lease_s: float, stack: AsyncExitStack
+    ) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._end_term(term), name="synchronizer: watch for the end")
-                await term.lead(tasks, stack)
+                context = self._context(redis, life, writer, stack, tasks)
+                context.spawn(self._end_term(), "watch for the end")
+                context.spawn(self._keep_lease(context, lease_s), "keep lease")  # loading a large model outlasts it
+                self.leading = Leading(context, await load_run(context, self._memory))
+                self.leading.begin()
                 self._memory = None
         except BaseExceptionGroup as group:
-            if not isinstance(leaf(group), TermEnded):
+            if not isinstance(leaf(group), _Ended):
                 raise leaf(group) from group
-            await term.part()
+            if self.leading is not None:
+                await self.leading.part()
 
-    async def _end_term(self, term: Term) -> None:
+    def _context(
+        self, redis: Redis, life: ServerLife, writer: FencedWriter, stack: AsyncExitStack, tasks: asyncio.TaskGroup
+    ) -> Context:
+        return Context(
+            url=self.url,
+            spec=self.spec,
+            init=self.init,
+            clock=self.clock,
+            tape=self.tape,
+            journal=self.journal,
+            checkpoints=self.checkpoints,
+            outages=self.outages,
+            stopped=self.stopped,
+            changed=self.changed,
+            fresh=self.fresh,
+            saw_model=self.saw_model,
+            life=life,
+            redis=redis,
+            writer=writer,
+            stack=stack,
+            tasks=tasks,
+        )
+
+    async def _end_term(self) -> None:
         await self._ending.wait()
-        await term.drain(self._drain_s)
-        raise TermEnded
+        if self.leading is not None:
+            await self.leading.drain(self._drain_s)
+        raise _Ended
+
+    async def _keep_lease(self, context: Context, lease_s: float) -> None:
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            if self.leading is not None:  # the stored run may say another
+                lease_s = self.leading.core.state.spec.leader.lease_s
+            await context.persist(partial(context.writer.renew, lease_s), "renew the lease")
 
     async def _lead_unless_ending(self, redis: Redis, writer: FencedWriter, lease_s: float) -> bool:
         """Whether we lead; False if `end` was called first (a standby's outage must not hold up its end)."""
@@ -221,9 +269,9 @@ class Synchronizer:
             "take the lease",
             log,
             timeout_s=REPLY_S,
-            on_state=self._set_hearing,
+            on_state=self._hear,
             outages=self.outages,
         )
 
-    def _set_hearing(self, hearing: bool) -> None:
-        self._hearing = hearing
+    def _hear(self, hearing: bool) -> None:
+        self.clock.hearing = hearing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -13,11 +14,48 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import BaseModel
+
+from anabranch.orchestrator.core.instructions import Instruction, Note, Tell
+from anabranch.queue.messages import Claim
+
 log = logging.getLogger("anabranch.synchronizer")
 
 FILE_NAME = "tape.jsonl"
 _RECENT = 200  # events the page can show
 _LINE_BYTES = 2048  # generous for one event
+
+
+Event = dict[str, Any]
+
+
+def tape_event(instruction: Instruction) -> Event | None:
+    """An instruction as an event of the tape, with plain values; None if it is not for the tape."""
+    reason = instruction.reason
+    match instruction:
+        case Note():
+            return {"kind": instruction.what, "reason": reason, **plain(instruction.details)}
+        case Tell():
+            if not instruction.on_tape:
+                return None
+            said = {**plain(instruction.message), **plain(instruction.details), "reason": reason}
+            return {"kind": instruction.on_tape, **said}
+    return {"kind": instruction.kind, **plain(instruction)} if instruction.kind else None
+
+
+def plain(value: Any) -> Any:
+    """As JSON and msgpack have it, without claims: where a payload lies says nothing to people."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, BaseModel):
+        return plain(dict(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if not isinstance(item, Claim)}
+    return value
 
 
 class Tape:

@@ -25,8 +25,9 @@ from anabranch.merge.fragments import Layout
 from anabranch.merge.guards import inspect, is_finite
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.model import flatten, layout_for
-from anabranch.orchestrator.events import Merge, Offer
-from anabranch.queue import messages, records
+from anabranch.orchestrator.core.events import Offer
+from anabranch.orchestrator.core.instructions import Merge
+from anabranch.queue import messages
 from anabranch.queue.blobs import BlobStore
 from anabranch.queue.keys import SYNCHRONIZER
 from anabranch.spec import RunSpec
@@ -45,9 +46,8 @@ class Version:
     theta_claim: messages.Claim
     momentum_claim: messages.Claim | None
 
-    def to_record(self) -> bytes:
-        """The stored form of `state`'s field `fragment:<p>`."""
-        return records.pack_fragment(self.theta_claim, self.momentum_claim)
+
+Newborn = tuple[Layout, list[Version]]
 
 
 @dataclass
@@ -58,6 +58,7 @@ class Vault:
     blobs: BlobStore
     layout: Layout | None = None
     versions: list[Version] = field(default_factory=list)
+    newborn: Newborn | None = None  # version 0, uploaded, not committed
     in_hand: dict[tuple[str, bytes], tuple[Offer, Float32]] = field(default_factory=dict)  # by sender and entry
     prepared: dict[int, Version] = field(default_factory=dict)  # by round: merged, uploaded, not committed
 
@@ -75,17 +76,17 @@ class Vault:
     async def fetch(self, offer: Offer) -> None:
         """Fetch and verify one contribution; raises a `PayloadError` that says what is wrong with it."""
         assert self.layout is not None
-        fragment = self.layout.fragments[offer.fragment]
+        fragment, claim = self.layout.fragments[offer.message.fragment], offer.message.claim
         codec = self.spec.workers.codec
-        if offer.claim.codec != codec:
-            raise UnusablePayload(f"codec {offer.claim.codec!r}, the run uses {codec!r} (workers.codec)")
+        if claim.codec != codec:
+            raise UnusablePayload(f"codec {claim.codec!r}, the run uses {codec!r} (workers.codec)")
         expected = encoded_bytes(codec, fragment.size)
-        if offer.claim.bytes != expected:
+        if claim.bytes != expected:
             raise UnusablePayload(
-                f"wrong shape: {offer.claim.bytes} bytes, fragment {fragment.index} has {expected} "
+                f"wrong shape: {claim.bytes} bytes, fragment {fragment.index} has {expected} "
                 f"({fragment.size} parameters of {codec})"
             )
-        data = await self.blobs.get(offer.claim, expected)
+        data = await self.blobs.get(claim, expected)
         fail_at("after fetch")
 
         def verify() -> Float32:
@@ -96,13 +97,13 @@ class Vault:
         flat = await asyncio.get_running_loop().run_in_executor(self._threads, verify)
         self.in_hand[offer.sender, offer.entry] = (offer, flat)
 
-    def drop(self, offer: Offer) -> None:
-        self.in_hand.pop((offer.sender, offer.entry), None)
+    def drop(self, sender: str, entry: bytes) -> None:
+        self.in_hand.pop((sender, entry), None)
 
     # --- merging ------------------------------------------------------------------------------------------
 
-    async def merge(self, order: Merge) -> tuple[bytes | None, str]:
-        """Merge, take the outer step and upload; the new version's digest, or None and why there is none."""
+    async def merge(self, order: Merge) -> tuple[messages.Claim | None, str]:
+        """Merge, take the outer step and upload; the new version's claim, or None and why there is none."""
         assert self.layout is not None
         fragment = self.layout.fragments[order.fragment]
         old = self.versions[order.fragment]
@@ -124,7 +125,7 @@ class Vault:
         theta, momentum = result
         fail_at("after merge")
         self.prepared[order.round] = await self.upload(theta, momentum)
-        return self.prepared[order.round].theta_claim.digest, ""
+        return self.prepared[order.round].theta_claim, ""
 
     async def upload(self, theta: Float32, momentum: Float32 | None) -> Version:
         """Blobs of our own, on a TTL until a commit keeps them."""
@@ -152,12 +153,18 @@ class Vault:
         """A commit is stored: its version is current, what was based on the one before is not."""
         self.versions[fragment] = self.prepared.pop(round_number)
         for key, (offer, _) in list(self.in_hand.items()):
-            if offer.fragment == fragment and offer.base <= base:
+            if offer.message.fragment == fragment and offer.message.base <= base:
                 del self.in_hand[key]
+
+    def install_newborn(self) -> None:
+        """The birth is stored."""
+        assert self.newborn is not None
+        self.layout, self.versions = self.newborn
+        self.newborn = None
 
     # --- birth and loading --------------------------------------------------------------------------------
 
-    async def take_init(self, offer: messages.Init) -> tuple[Layout, list[Version]]:
+    async def take_init(self, offer: messages.Init) -> Newborn:
         """Fetch and verify version 0 as a worker sent it, and upload it under our own name."""
         wire = messages.unpack(bytes(await self.blobs.get(offer.layout, LAYOUT_LIMIT_BYTES)))
         layout = Layout.from_wire(wire)
@@ -175,7 +182,7 @@ class Vault:
             flats.append(flat)
         return layout, [await self.upload(flat, None) for flat in flats]
 
-    async def take_file(self, path: Path) -> tuple[Layout, list[Version]]:
+    async def take_file(self, path: Path) -> Newborn:
         """Version 0 from a safetensors file (`--init`)."""
         tensors = await asyncio.to_thread(_read_safetensors, path)
         layout = layout_for(self.spec, [(name, array.shape) for name, array in tensors.items()])

@@ -8,7 +8,7 @@ one slot of a Redis Cluster), s is the shard. Type and content of each:
 | `spec` | string | synchronizer | msgpack: spec, its hash, layout |
 | `lease` | string, TTL | leader | owner |
 | `epoch` | string | leader | `number:owner`, the fencing token |
-| `state` | hash | leader | `write`, `epoch`, `broadcast`, `server`, `core`, `picture`, `fragment:<p>`, `member:<n>` |
+| `state` | hash | leader | see below |
 | `ledger` | hash | leader | `<incarnation>:<fragment>:<column>` in whole tokens |
 | `broadcast` | stream, trimmed | leader | `n` (number), `m` (envelope) |
 | `tape` | stream, trimmed | leader | `e` (msgpack event) |
@@ -17,6 +17,17 @@ one slot of a Redis Cluster), s is the shard. Type and content of each:
 | `progress:<worker>` | stream, trimmed | that worker | `m` (envelope) |
 | `knock` | pub/sub channel | members | a worker's name |
 | `blob:<owner>:<id>:<n>` | string | owner | one chunk of a payload |
+
+Fields of `state`, and who else reads them:
+
+| field | read by | content |
+| --- | --- | --- |
+| `write`, `epoch` | the fenced write | number of the last write; of the last epoch |
+| `broadcast` | members | number of the last entry of `broadcast` |
+| `head`, `fragment:<p>`, `own:<n>` | members | messages `Head`, `FragmentHead`, `Own` |
+| `picture` | `anabranch status` | what the page shows, at most a second old |
+| `server` | the next leader | run_id of the server's life that the leader writes to |
+| `core`, `member:<n>`, `momentum:<p>` | the next leader | the core's record; the outer momentum's claim |
 """
 
 from __future__ import annotations
@@ -84,16 +95,27 @@ class Keys:
         return f"{self.prefix}blob:{owner}:{blob_id}:{chunk}"
 
 
-SERVER_FIELD = "server"  # of `state`: run_id of the server's life that the leader writes to
+# Fields of `state`.
+HEAD_FIELD = "head"
+BROADCAST_FIELD = "broadcast"
+PICTURE_FIELD = "picture"
+SERVER_FIELD = "server"
+CORE_FIELD = "core"
 
 
 def fragment_field(fragment: int) -> str:
-    """The `state` field that holds one fragment's version and blobs."""
     return f"fragment:{fragment}"
 
 
+def momentum_field(fragment: int) -> str:
+    return f"momentum:{fragment}"
+
+
+def own_field(incarnation: int) -> str:
+    return f"own:{incarnation}"
+
+
 def member_field(incarnation: int) -> str:
-    """The `state` field that holds one member's durable record."""
     return f"member:{incarnation}"
 
 

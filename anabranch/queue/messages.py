@@ -4,7 +4,10 @@ An envelope is a msgpack map `{s: schema version, t: type, r: run, b: body, g: s
 itself, so a signature (reserved, empty for now) can cover its exact bytes. Sizes are checked before anything
 is decoded. Readers accept the current and the previous schema; unknown fields and types are refused. Writers use
 the oldest schema that can say what they have to say, and nothing newer than the run's (`RunRecord.schema`), so that
-members of two neighbouring releases work together.
+members of two neighbouring releases work together. A new schema is a new number here, `introduced` at a message
+that it brings, and `since` at a message that gets fields from it.
+
+What members read of a run's state is a message, too (`Head` and what follows it).
 
 Tensors never travel here: a message carries a `Claim` (a claim check) for chunks under blob keys.
 """
@@ -20,9 +23,10 @@ from anabranch._version import VERSION
 from anabranch.errors import MalformedMessage, OversizedMessage, SchemaMismatch
 from anabranch.spec import ID_PATTERN
 
-SCHEMA = 3
-OLDEST_SCHEMA = 1  # the one before the previous is still read: it costs nothing
-ENVELOPE_LIMIT = 64 * 1024  # bytes
+SCHEMA = 1
+OLDEST_SCHEMA = 1  # that is still read: the one before `SCHEMA`, once there is one
+ENVELOPE_LIMIT = 64 * 1024  # bytes of what members send
+STATE_LIMIT = 64 * 1024 * 1024  # bytes of what the leader stores for members to read
 
 
 def _printable(text: str) -> str:
@@ -53,8 +57,8 @@ class Message(_Body):
     """Base of everything that can be an envelope's body."""
 
     type: ClassVar[str]
-    introduced: ClassVar[int] = OLDEST_SCHEMA  # the first schema that has this message
-    since: ClassVar[dict[str, int]] = {}  # fields that older schemas do not have
+    introduced: ClassVar[int] = 1  # the first schema that has this message
+    since: ClassVar[dict[str, int]] = {}  # fields that older schemas do not have, and the first that has them
 
 
 class Claim(_Body):
@@ -157,7 +161,6 @@ class RangeRequest(Message):
     """Asks for data: `wanted` ranges that are not in hand yet, of a dataset that every worker has a copy of."""
 
     type = "range_request"
-    introduced = 3
     incarnation: Count
     items: Annotated[int, Field(ge=1, le=2**53)]
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
@@ -169,7 +172,6 @@ class StateRequest(Message):
     """A joiner asks for a peer's inner optimizer state (`--warm-start`), but not again for what did not help."""
 
     type = "state_request"
-    introduced = 3
     incarnation: Count
     not_from: Annotated[list[Count], Field(max_length=16)] = []  # incarnations
 
@@ -178,7 +180,6 @@ class StateOffer(Message):
     """A peer's inner optimizer state for a joiner, or none and why."""
 
     type = "state_offer"
-    introduced = 3
     incarnation: Count
     to: Count
     claim: Claim | None = None
@@ -189,7 +190,6 @@ class Farewell(Message):
     """The member leaves; nothing follows."""
 
     type = "farewell"
-    since: ClassVar[dict[str, int]] = {"leases": 3}
     incarnation: Count
     figures: Annotated[list[Figures], Field(max_length=1024)] = []
     reason: Text = ""
@@ -203,7 +203,6 @@ class Progress(Message):
     """Heartbeat and figures, 1 to 10 per second. Lists have one item per fragment."""
 
     type = "progress"
-    since: ClassVar[dict[str, int]] = {"timeline": 2, "leased": 3, "leases": 3, "idle": 3}
     incarnation: Count
     role: Role
     steps: Count
@@ -268,7 +267,6 @@ class SendState(Message):
     """Asks one worker for its inner optimizer state, for the joiner `to`."""
 
     type = "send_state"
-    introduced = 3
     incarnation: Count
     to: Count
 
@@ -277,7 +275,6 @@ class PeerState(Message):
     """For the joiner `to`: where the inner optimizer state of `incarnation` is, or why there is none."""
 
     type = "peer_state"
-    introduced = 3
     to: Count
     incarnation: Count  # whose it is; 0: nobody can be asked
     claim: Claim | None = None
@@ -357,7 +354,6 @@ class Leases(Message):
     """Data ranges for one incarnation, or why there are none."""
 
     type = "leases"
-    introduced = 3
     incarnation: Count
     timeline: Label
     leases: Leased = []
@@ -386,6 +382,38 @@ class Stop(Message):
     reason: Text
 
 
+# --- `state`, as members read it --------------------------------------------------------------------------
+
+
+class Head(Message):
+    """Where the run stands."""
+
+    type = "head"
+    timeline: Label
+    tokens: Count  # global tokens applied, parameter-weighted
+    paused: bool
+    stopped: bool
+    asked_init: Count  # incarnation that was asked for version 0; 0: none
+    calls: list[Call]  # of the rounds that are open
+
+
+class FragmentHead(Message):
+    """One fragment's current version and where Θ is."""
+
+    type = "fragment"
+    version: Count
+    claim: Claim
+
+
+class Own(Message):
+    """What became of one incarnation's contributions (the newest of each fragment), and its data ranges."""
+
+    type = "own"
+    nonce: Nonce
+    outcomes: list[Verdict]
+    leases: list[Lease]
+
+
 # --- `control` --------------------------------------------------------------------------------------------
 
 
@@ -407,14 +435,14 @@ def _all_messages(base: type[Message]) -> dict[str, type[Message]]:
 TYPES = _all_messages(Message)
 
 
-def encode(message: Message, run: str, schema: int = SCHEMA) -> bytes:
+def encode(message: Message, run: str, schema: int = SCHEMA, limit: int = ENVELOPE_LIMIT) -> bytes:
     """The envelope's bytes, in at most `schema`, without what that cannot say; `OversizedMessage` above the limit."""
     said = {name: since for name, since in message.since.items() if since <= schema and getattr(message, name)}
     needed = max([message.introduced, *said.values()])
     body = msgpack.packb(message.model_dump(exclude=message.since.keys() - said.keys()))
     data: bytes = msgpack.packb({"s": needed, "t": message.type, "r": run, "b": body, "g": b""})
-    if len(data) > ENVELOPE_LIMIT:
-        raise OversizedMessage(f"{message.type}: {len(data)} bytes, the limit is {ENVELOPE_LIMIT}")
+    if len(data) > limit:
+        raise OversizedMessage(f"{message.type}: {len(data)} bytes, the limit is {limit}")
     return data
 
 
@@ -427,11 +455,11 @@ def fits(message: Message, run: str) -> bool:
     return True
 
 
-def decode(data: bytes, run: str) -> Message:
+def decode(data: bytes, run: str, limit: int = ENVELOPE_LIMIT) -> Message:
     """Check size, envelope, schema version, run, then the body; raise a `MessageError` at the first fault."""
-    if len(data) > ENVELOPE_LIMIT:
-        raise OversizedMessage(f"envelope of {len(data)} bytes, the limit is {ENVELOPE_LIMIT}")
-    envelope = _unpack(data, "envelope")
+    if len(data) > limit:
+        raise OversizedMessage(f"envelope of {len(data)} bytes, the limit is {limit}")
+    envelope = _unpack(data, "envelope", limit)
     if set(envelope) != {"s", "t", "r", "b", "g"}:
         raise MalformedMessage(f"envelope has keys {_names(envelope)}, expected b, g, r, s, t")
     schema, kind, body = envelope["s"], envelope["t"], envelope["b"]
@@ -444,7 +472,7 @@ def decode(data: bytes, run: str) -> Message:
         raise MalformedMessage(f"envelope of run {_short(envelope['r'])}, expected {run!r}")
     if not isinstance(kind, str) or kind not in TYPES or not isinstance(body, bytes):
         raise MalformedMessage(f"unknown message type {_short(kind)}")
-    content = _unpack(body, kind)
+    content = _unpack(body, kind, limit)
     for name, since in TYPES[kind].since.items():
         if since > schema and name in content:
             raise MalformedMessage(f"{kind}.{name}: not in schema {schema}")
@@ -470,9 +498,9 @@ def unpack(data: bytes) -> Any:
         raise MalformedMessage(f"record of {len(data)} bytes is not msgpack: {error}") from None
 
 
-def _unpack(data: bytes, what: str) -> dict[str, Any]:
+def _unpack(data: bytes, what: str, limit: int) -> dict[str, Any]:
     try:
-        value = msgpack.unpackb(data, max_str_len=8192, max_bin_len=ENVELOPE_LIMIT, max_ext_len=0)
+        value = msgpack.unpackb(data, max_str_len=8192, max_bin_len=limit, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         detail = str(error) or type(error).__name__  # StackError, "too nested", has no text
         raise MalformedMessage(f"{what} of {len(data)} bytes is not valid msgpack: {detail[:200]}") from None

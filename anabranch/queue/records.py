@@ -1,21 +1,35 @@
-"""Records in `spec` and `state` that members read: the spec with its layout, a fragment's claims, outcomes."""
+"""What lies in `spec`, `state` and `tape` and is read by more than the leader."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from anabranch._version import VERSION
 from anabranch.errors import MalformedMessage, SchemaMismatch
 from anabranch.merge.fragments import Layout
-from anabranch.queue.keys import Keys, fragment_field, member_field
-from anabranch.queue.messages import OLDEST_SCHEMA, SCHEMA, Call, Claim, Lease, pack, unpack
+from anabranch.queue.keys import BROADCAST_FIELD, HEAD_FIELD, Keys, fragment_field, own_field
+from anabranch.queue.messages import (
+    OLDEST_SCHEMA,
+    SCHEMA,
+    STATE_LIMIT,
+    Claim,
+    FragmentHead,
+    Head,
+    Message,
+    Own,
+    decode,
+    pack,
+    unpack,
+)
 from anabranch.spec import RunSpec, parse_spec
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,7 @@ class RunRecord:
     def unpack(cls, data: bytes) -> RunRecord:
         """`SchemaMismatch` if the run speaks a schema that this release does not."""
         value = unpack(data)
-        schema, release = value.get("schema", 1), value.get("release", "of schema 1")
+        schema, release = value["schema"], value["release"]
         if not OLDEST_SCHEMA <= schema <= SCHEMA:
             raise SchemaMismatch(
                 f"the run speaks schema {schema} (anabranch {release}), this is anabranch {VERSION}, which speaks "
@@ -55,7 +69,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class FragmentRecord:
-    """What `state` says of one fragment: its version and where Θ is."""
+    """One fragment's version as a member fetches it."""
 
     version: int
     theta: Claim
@@ -66,30 +80,30 @@ class FragmentRecord:
 class Snapshot:
     """`state` as a member reads it."""
 
-    timeline: str
-    tokens: int
-    fragments: tuple[FragmentRecord, ...]
-    outcomes: dict[int, list[tuple[int, bool, int]]] | None  # by fragment; None: no such incarnation (any more)
-    paused: bool
-    stopped: bool
-    asked_init: int  # incarnation asked for version 0
-    broadcast: int
-    rounds: tuple[Call, ...] = ()  # open ones, as their calls said
-    leases: tuple[Lease, ...] = ()  # data ranges of the incarnation that asks
+    head: Head
+    fragments: tuple[FragmentRecord, ...]  # empty before birth
+    own: Own | None  # None: no such incarnation (any more)
+    broadcast: int  # number of the last entry
 
 
-def pack_fragment(theta: Claim, momentum: Claim | None) -> bytes:
-    return pack({"theta": theta.model_dump(), "momentum": momentum.model_dump() if momentum is not None else None})
+def pack_claim(claim: Claim) -> bytes:
+    return pack(claim.model_dump())
 
 
-def unpack_fragment(data: bytes) -> tuple[Claim, Claim | None]:
-    """(Θ, momentum)"""
-    value = unpack(data)
+def unpack_claim(data: bytes) -> Claim:
+    """The inverse of `pack_claim`; `MalformedMessage` if damaged."""
     try:
-        momentum = value["momentum"]
-        return Claim.model_validate(value["theta"]), Claim.model_validate(momentum) if momentum is not None else None
+        return Claim.model_validate(unpack(data))
     except ValidationError as error:
-        raise MalformedMessage(f"a fragment's record is damaged: {error}") from None
+        raise MalformedMessage(f"a claim's record is damaged: {error}") from None
+
+
+def read_record(kind: type[M], data: bytes | None, run: str) -> M:
+    """A message that the leader stored; `MalformedMessage` if it is gone or another one."""
+    message = decode(data, run, STATE_LIMIT) if data is not None else None
+    if not isinstance(message, kind):
+        raise MalformedMessage(f"state holds no {kind.type} where one should be")
+    return message
 
 
 async def read_tape(redis: Redis, keys: Keys, after: int, page: int = 1000) -> list[dict[str, Any]]:
@@ -100,8 +114,6 @@ async def read_tape(redis: Redis, keys: Keys, after: int, page: int = 1000) -> l
         entries: Any = await redis.xrevrange(keys.tape, max=end, count=page)
         for _, fields in entries:
             event = unpack(fields[b"e"])
-            if "id" not in event:  # written by a leader of schema 1, whose own file has it
-                continue
             if event["id"] <= after:
                 return newest_first[::-1]
             newest_first.append(event)
@@ -115,55 +127,26 @@ async def read_run(redis: Redis, keys: Keys) -> RunRecord | None:
     return RunRecord.unpack(data) if data is not None else None
 
 
-async def read_snapshot(redis: Redis, keys: Keys, incarnation: int, nonce: bytes | None = None) -> Snapshot | None:
+async def read_snapshot(
+    redis: Redis, keys: Keys, fragments: int, incarnation: int, nonce: bytes | None = None
+) -> Snapshot | None:
     """`state` in one consistent read (fenced writes are atomic); None before the first write.
 
-    `nonce`: of the life that asks; if the incarnation's is another (the number was given out once more after the
-    server lost that it had been), it is nobody's.
+    `fragments`: how many the run has. `nonce`: of the life that asks; if the incarnation's is another (the number was
+    given out once more after the server lost that it had been), it is nobody's.
     """
-    fields: dict[Any, Any] = await redis.hgetall(keys.state)
-    if b"core" not in fields:
+    names = [HEAD_FIELD, BROADCAST_FIELD, own_field(incarnation), *map(fragment_field, range(fragments))]
+    found: list[Any] = await redis.hmget(keys.state, names)
+    head_data, broadcast, own_data, *fragment_data = found
+    if head_data is None:
         return None
-    core = unpack(fields[b"core"])
-    versions = [fragment["version"] for fragment in core["fragments"]]
-    sizes = [fragment["size"] for fragment in core["fragments"]]
-    claims = [unpack_fragment(fields[fragment_field(i).encode()])[0] for i in range(len(versions))]
-    data = fields.get(member_field(incarnation).encode())
-    member = unpack(data) if data is not None else None
-    outcomes: dict[int, list[tuple[int, bool, int]]] | None = None
-    leases: tuple[Lease, ...] = ()
-    if member is not None and nonce in (None, member["nonce"]):
-        outcomes = {f: [(b, a, t) for b, a, t in items] for f, items in member["outcomes"]}
-        leases = _leases(core.get("data"), member.get("leases", []))
+    head = read_record(Head, head_data, keys.run)
+    own = read_record(Own, own_data, keys.run) if own_data is not None else None
+    born = bool(fragment_data) and fragment_data[0] is not None
+    heads = [read_record(FragmentHead, data, keys.run) for data in fragment_data] if born else []
     return Snapshot(
-        timeline=core["timeline"],
-        tokens=int(core["applied_parameter_tokens"]) // max(1, sum(sizes)),
-        fragments=tuple(FragmentRecord(v, c, core["timeline"]) for v, c in zip(versions, claims, strict=True)),
-        outcomes=outcomes,
-        paused=core["paused"],
-        stopped=core["stopped"],
-        asked_init=core["asked_init"],
-        broadcast=int(fields.get(b"broadcast", b"0")),
-        rounds=tuple(
-            Call(
-                round=item["number"],
-                fragment=item["fragment"],
-                timeline=core["timeline"],
-                base=item["base"],
-                called=item["called"],
-            )
-            for item in core["rounds"]
-        ),
-        leases=leases,
-    )
-
-
-def _leases(data: dict[str, Any] | None, records: list[list[int]]) -> tuple[Lease, ...]:
-    """A member's record lists number, epoch, range, start and stop first."""
-    if data is None:
-        return ()
-    length = data["range_items"]
-    return tuple(
-        Lease(number=number, epoch=epoch, range=range_, first=range_ * length, start=start, stop=stop)
-        for number, epoch, range_, start, stop, *_ in records
+        head,
+        tuple(FragmentRecord(item.version, item.claim, head.timeline) for item in heads),
+        own if own is not None and nonce in (None, own.nonce) else None,
+        int(broadcast or b"0"),
     )

@@ -20,7 +20,6 @@ island again; it joins like any other worker.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,9 +36,9 @@ from anabranch.errors import AnabranchError, IslandBroken, PayloadError, UsageEr
 from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices
-from anabranch.workers.client import LEAVE_S
+from anabranch.workers.member.client import LEAVE_S
 from anabranch.workers.optimizer_state import load_state
-from anabranch.workers.session import LOSS_EVERY_S, REWARM_STEPS, Session
+from anabranch.workers.session import REWARM_STEPS, Companion, Session
 from anabranch.workers.torch_store import shapes, trainable
 
 if TYPE_CHECKING:
@@ -53,24 +52,32 @@ PATIENCE = timedelta(days=1)
 _FLAGS = 5  # error, stopped, paused, global tokens, whether the next step should tell its loss; then the fragments
 
 
-class _Leader(Session):
-    """Rank 0's session; remembers which fragments were adopted, also while a duty cycle rests."""
+class _Others(Companion):
+    """The other ranks, as rank 0 knows them: what they still have to be told, also while a duty cycle rests."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.adopted: set[int] = set()
-        self.introduced = False  # the other ranks have begun
-        self.peer_state: memoryview | None = None  # until they have it
+    def __init__(self) -> None:
+        self._adopted: set[int] = set()
+        self._begun = False
+        self._state: memoryview | None = None
 
-    def _may_take_over(self) -> bool:
-        return not self.introduced and super()._may_take_over()  # or ranks would go different ways
+    def adopted(self, fragments: list[int]) -> None:
+        self._adopted.update(fragments)
 
-    def _took_over(self, state: memoryview) -> None:
-        self.peer_state = state
+    def may_take_over(self) -> bool:
+        return not self._begun  # or ranks would go different ways
 
-    def _boundary(self, step_s: float = 0.0) -> list[int]:
-        adopted = super()._boundary(step_s)
-        self.adopted.update(adopted)
+    def took_over(self, state: memoryview) -> None:
+        self._state = state
+
+    def begin(self) -> bytes | None:
+        """Once rank 0 has joined: the optimizer state it took over, for them, too."""
+        state, self._state, self._begun = self._state, None, True
+        return bytes(state) if state is not None else None
+
+    def take_adopted(self) -> list[int]:
+        """Fragments that were adopted since this was last asked."""
+        adopted = sorted(self._adopted)
+        self._adopted.clear()
         return adopted
 
 
@@ -81,7 +88,6 @@ class _Introduction:
     name: str
     fragments: list[list[str]]  # names of the parameters in each
     cold: bool
-    hands_out_data: bool
     peer_state: bytes | None  # taken over for a warm start
 
 
@@ -99,8 +105,8 @@ class _Numbers:
         return indices, epoch
 
 
-class Island(Session):
-    """A `Session` on all ranks of `group` (by default of the whole world). Every public method is a collective call
+class Island:
+    """One worker on all ranks of `group` (by default of the whole world). Every public method is a collective call
     unless it says otherwise; figures such as `tokens` are those of the last `step`, equal on all ranks."""
 
     def __init__(
@@ -119,8 +125,9 @@ class Island(Session):
         ranks = dist.get_process_group_ranks(self._group)
         self._rank, self._size, self._first = dist.get_rank(self._group), len(ranks), ranks[0]
         self._control = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
-        self._leader: _Leader | None = None  # rank 0 has one
-        self._make_leader = partial(_Leader, url, model, optimizer, **options)
+        self._leader: Session | None = None  # rank 0 has one
+        self._others = _Others()
+        self._make_leader = partial(Session, url, model, optimizer, companion=self._others, **options)
         self._introduced: _Introduction | None = None
         self._stopped: str | None = None
         self._paused = False
@@ -134,22 +141,8 @@ class Island(Session):
         """Rank 0 joins and adopts; then all ranks hold the global model. Raises on all ranks what `Session.start`
         raises, and `IslandBroken` if the ranks' models differ."""
         self._compare_models()
-        error: Exception | None = None
-        introduction: _Introduction | None = None
-        if self._rank == 0:
-            try:
-                self._leader = self._make_leader()
-                self._leader.start()
-                introduction = self._introduce(self._leader)
-            except Exception as raised:
-                error = raised
-        told = self._tell(introduction if error is None else _wire(error))
-        if error is not None:
-            raise error
-        if not isinstance(told, _Introduction):
-            raise _from_wire(told)
-        introduction = told
-        self._introduced = replace(told, peer_state=None)  # it may be large
+        introduction = self._from_rank_0(self._lead)
+        self._introduced = replace(introduction, peer_state=None)  # it may be large
         self._take_over(introduction.peer_state)
         parameters = dict(trainable(self._model))
         self._parts = [[parameters[name] for name in names] for names in introduction.fragments]
@@ -218,34 +211,18 @@ class Island(Session):
 
     def _shared_out(self, shards: Shards[T], batch: int) -> Iterator[T]:
         taken = self._leader.batches(_Numbers(shards), batch * self._size) if self._leader is not None else None
-        while True:
-            told: Any = None
-            error: Exception | None = None
-            if taken is not None:
-                try:
-                    told = self._with_adopted(next(taken, None))
-                except Exception as raised:
-                    error = raised
-            told = self._tell(told if error is None else _wire(error))
-            if error is not None:
-                raise error
-            if told is None:
-                return
-            if isinstance(told, _WireError):
-                raise _from_wire(told)
+
+        def take() -> tuple[Indices, int, list[int]] | None:
+            """Numbers and epoch, and which fragments rank 0 adopted while it waited for them."""
+            items = next(taken, None) if taken is not None else None
+            return (*items, self._others.take_adopted()) if items is not None else None
+
+        while (told := self._from_rank_0(take)) is not None:
             indices, epoch, adopted = told
             for fragment in adopted:
                 self._spread(self._parts[fragment])
             mine = np.resize(indices, max(indices.size, self._size))[self._rank :: self._size]
             yield shards.batch(mine, epoch)
-
-    def _with_adopted(self, items: tuple[Indices, int] | None) -> tuple[Indices, int, list[int]] | None:
-        """Numbers and epoch, and which fragments rank 0 adopted while it waited for them."""
-        if items is None or self._leader is None:
-            return None
-        adopted = sorted(self._leader.adopted)
-        self._leader.adopted.clear()
-        return (*items, adopted)
 
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
         """Call on all ranks after `optimizer.step()`. `tokens`: of this rank; the island's step counts their sum.
@@ -286,28 +263,14 @@ class Island(Session):
         return self._introduction().name
 
     @property
-    def hands_out_data(self) -> bool:
-        return self._introduction().hands_out_data
-
-    @property
     def warmth(self) -> float:
         return min(1.0, (self._steps + 1) / REWARM_STEPS) if self._introduction().cold else 1.0
-
-    # --- not for islands ----------------------------------------------------------------------------------
-
-    def poll(self, timeout_s: float) -> list[int]:
-        """Not for islands: raises `UsageError`."""
-        raise UsageError("an island trains; to follow a run without training use Session(..., role='evaluator')")
 
     def versions(self) -> list[int]:
         """Adopted version of each fragment; on rank 0 only."""
         if self._leader is None:
             raise UsageError("only rank 0 of an island knows the fragments' versions")
         return self._leader.versions()
-
-    def report_heldout(self, loss: float, versions: list[int], tokens: int) -> None:
-        """Not for islands: raises `UsageError`."""
-        self.poll(0.0)
 
     # --- between the ranks --------------------------------------------------------------------------------
 
@@ -323,14 +286,13 @@ class Island(Session):
                 + (odd or f"{len(mine)} trainable tensors here, {len(rank_0)} on rank 0")
             )
 
-    def _introduce(self, leader: _Leader) -> _Introduction:
-        record = leader._client.record
-        assert record is not None
-        layout = layout_for(record.spec, shapes(self._model))
+    def _lead(self) -> _Introduction:
+        """Rank 0 joins."""
+        self._leader = leader = self._make_leader()
+        leader.start()
+        layout = layout_for(leader.record.spec, shapes(self._model))
         names = [[tensor.name for tensor in fragment.tensors] for fragment in layout.fragments]
-        state = bytes(leader.peer_state) if leader.peer_state is not None else None
-        leader.peer_state, leader.introduced = None, True
-        return _Introduction(leader.name, names, leader._cold, leader.hands_out_data, state)
+        return _Introduction(leader.name, names, leader.cold, self._others.begin())
 
     def _take_over(self, state: bytes | None) -> None:
         """The peer's optimizer state that rank 0 has, on the others, too."""
@@ -358,11 +320,9 @@ class Island(Session):
         flags = torch.zeros(_FLAGS + len(self._parts), dtype=torch.int64)
         leader = self._leader
         if leader is not None:
-            tell_loss = time.monotonic() - leader._loss_at >= LOSS_EVERY_S
-            view = [error is not None, leader.stopped is not None, leader.paused, leader.tokens, tell_loss]
+            view = [error is not None, leader.stopped is not None, leader.paused, leader.tokens, leader.wants_loss]
             flags[:_FLAGS] = torch.tensor([int(value) for value in view])
-            flags[[_FLAGS + fragment for fragment in leader.adopted]] = 1
-            leader.adopted.clear()
+            flags[[_FLAGS + fragment for fragment in self._others.take_adopted()]] = 1
         self._together(lambda: dist.broadcast(flags, self._first, group=self._control))
         failed, stopped, paused, self._tokens, tell_loss = flags[:_FLAGS].tolist()
         self._paused, self._tell_loss = bool(paused), bool(tell_loss)
@@ -396,6 +356,22 @@ class Island(Session):
         box = [value if self._rank == 0 else None]
         self._together(lambda: dist.broadcast_object_list(box, self._first, group=self._control))
         return box[0]
+
+    def _from_rank_0(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, on all ranks; what it raises there, they all raise."""
+        told: Any = None
+        error: Exception | None = None
+        if self._rank == 0:
+            try:
+                told = work()
+            except Exception as raised:
+                error = raised
+        told = self._tell(told if error is None else _wire(error))
+        if error is not None:
+            raise error
+        if isinstance(told, _WireError):
+            raise _from_wire(told)
+        return cast("T", told)
 
     def _together(self, collective: Callable[[], object]) -> None:
         try:

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from anabranch.errors import SpecError, UsageError
+from anabranch.errors import UsageError
 from anabranch.loops import run_async
 from anabranch.queue.url import RunUrl
-from anabranch.spec import RunSpec, TaskSpec
-from anabranch.workers.client import LEAVE_S, farewell_s, read_run_record
-from anabranch.workers.identity import Identity, default_name
+from anabranch.spec import RunSpec
+from anabranch.workers.member.client import LEAVE_S, farewell_s, read_run_record
+from anabranch.workers.member.identity import Identity, default_name
+from anabranch.workers.tasks.named import SYNTHETIC, load_task
 
 if TYPE_CHECKING:
     import torch
 
-    from anabranch.workers.session import Session
     from anabranch.workers.tasks.base import Task
+    from anabranch.workers.trains import Trains
 
 log = logging.getLogger("anabranch.worker")
 
-SYNTHETIC = "synthetic"
-BUILT_IN = {"gpt": "anabranch.workers.tasks.gpt:GPTTask", "hf": "anabranch.workers.tasks.hf:HFTask"}
 SAMPLE_LENGTH = 64  # what an evaluator with a prompt shows, in the task's units
 _NICENESS = 5  # an evaluator gives way to workers on the same machine
 
@@ -55,25 +51,19 @@ class MemberOptions:
 
 
 class Ending:
-    """Set by SIGTERM or SIGINT: before `joined` they end the process (nothing is at stake yet), afterwards the
-    worker finishes its step, sends its last contributions and says farewell, all within `drain_s`. A step that takes
-    longer is dropped; a second signal ends the process at once."""
+    """What a signal asks for: before `joined` the process just ends (nothing is at stake yet), afterwards the worker
+    finishes its step, sends its last contributions and says farewell, all within `drain_s`. A step that takes longer
+    is dropped."""
 
     def __init__(self, drain_s: float = LEAVE_S) -> None:
         self.reason: str | None = None
         self.joined = False
-        self.session: Session | None = None  # what is left without its step when that takes too long
+        self.session: Trains | None = None  # what is left without its step when that takes too long
         self._drain_s = drain_s
         self._asked_at = 0.0
 
     def __call__(self) -> bool:
         return self.reason is not None
-
-    def install(self) -> None:
-        """Only the command-line entry point calls this."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handle)
-            signal.signal(signal.SIGINT, self._handle)
 
     @property
     def left_s(self) -> float:
@@ -81,11 +71,10 @@ class Ending:
         spent_s = time.monotonic() - self._asked_at if self.reason is not None else 0.0
         return max(0.0, self._drain_s - spent_s)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None:
-            os._exit(128 + number)
+    def ask(self, reason: str) -> None:
+        """In the main thread, in the middle of whatever it does."""
         self._asked_at = time.monotonic()
-        self.reason = signal.Signals(number).name
+        self.reason = reason
         if not self.joined:
             os._exit(0)
         # A thread: whatever the main one is doing, a signal handler may not take a lock that it holds.
@@ -100,22 +89,6 @@ class Ending:
         if session.abandon(self.reason or "", self.left_s):
             log.warning("the step was not done after %.1f s: left without it", self._drain_s)
             os._exit(0)
-
-
-def load_task(task: TaskSpec, override: str | None = None, options: Mapping[str, Any] | None = None) -> Task:
-    """The run's task: a built-in name or `package.module:Class`, called with the run's options, of which `options`
-    replace some on this machine."""
-    name = override or task.name
-    path = BUILT_IN.get(name, name)
-    module_name, _, class_name = path.partition(":")
-    if not class_name:
-        known = ", ".join([*BUILT_IN, SYNTHETIC])
-        raise SpecError(f"task.name = {name!r}: unknown; allowed: {known}, or package.module:Class")
-    try:
-        factory: Callable[[dict[str, Any]], Task] = getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"task.name = {name!r}: cannot be imported: {error}") from None
-    return factory({**task.options, **(options or {})})
 
 
 def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
@@ -163,17 +136,17 @@ def _batch(task: Task, model: torch.nn.Module, wish: str | None) -> int:
     return 0
 
 
-def _source(session: Session, task: Task, seed: int, batch: int, *, own: bool) -> Iterator[Any]:
-    """What to train on: what the run hands out, if the task and the run know of a shared dataset."""
+def _source(session: Trains, task: Task, seed: int, batch: int, *, own: bool) -> Iterator[Any]:
+    """What to train on: what the run hands out, if the task has a shared dataset."""
     from anabranch.workers.tasks.base import SharedTask
 
-    if not own and isinstance(task, SharedTask) and session.hands_out_data:
+    if not own and isinstance(task, SharedTask):
         return session.batches(task.dataset(), batch)
     return session.batches(task.batches(seed, session.name))
 
 
 def _train(
-    session: Session,
+    session: Trains,
     task: Task,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -233,7 +206,7 @@ def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module
 
 
 def _run_synthetic(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
-    from anabranch.workers.synthetic import SyntheticWorker
+    from anabranch.workers.member.synthetic import SyntheticWorker
 
     def joined() -> None:
         ending.joined = True

@@ -16,9 +16,9 @@ from anabranch.checkpoints.reading import read_checkpoint
 from anabranch.errors import CheckpointError, UsageError
 from anabranch.model import Float32, unflatten
 from anabranch.spec import parse_spec
-from anabranch.workers.run import BUILT_IN, load_task
 from anabranch.workers.tasks.base import Task
 from anabranch.workers.tasks.gpt import GPT, GPTConfig, GPTTask
+from anabranch.workers.tasks.named import BUILT_IN, load_task
 from anabranch.workers.torch_store import trainable
 
 

@@ -20,23 +20,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
 
 from anabranch.errors import LayoutMismatch, MemberRefused, StateUnusable, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
-from anabranch.queue import messages
 from anabranch.queue.url import RunUrl
-from anabranch.workers.client import LEAVE_S, Client
-from anabranch.workers.feed import Feed
-from anabranch.workers.identity import Identity, default_name
-from anabranch.workers.learner import Learner, Outgoing, Refusal
+from anabranch.workers.member.client import LEAVE_S, Client
+from anabranch.workers.member.feed import Feed
+from anabranch.workers.member.identity import Identity, default_name
+from anabranch.workers.member.incarnation import Incarnation
+from anabranch.workers.member.learner import Outgoing, Refusal
+from anabranch.workers.member.warm_start import WAIT_S, Pack, WarmStart
 from anabranch.workers.torch_store import TorchStore, shapes
-from anabranch.workers.warm_start import WAIT_S, Pack
 
 if TYPE_CHECKING:
     import torch
 
+    from anabranch.queue.records import RunRecord
     from anabranch.workers.shards import Shards
 
 log = logging.getLogger("anabranch.worker")
@@ -49,6 +50,20 @@ REWARM_STEPS = 20
 EXTRA_S = 1.0  # for the background thread to end after it has left
 
 T = TypeVar("T")
+
+
+class Companion:
+    """Who goes along with a session and has to know what it does at its step boundaries; this one does not care."""
+
+    def adopted(self, fragments: list[int]) -> None:
+        """These have new parameters."""
+
+    def may_take_over(self) -> bool:
+        """Whether a peer's optimizer state may still replace ours."""
+        return True
+
+    def took_over(self, state: memoryview) -> None:
+        """A peer's optimizer state is ours now."""
 
 
 class Session:
@@ -67,23 +82,25 @@ class Session:
         duty: float = 1.0,
         offload_base: bool = False,
         warm_start: bool = False,
+        companion: Companion | None = None,
     ) -> None:
         """Prepare; `start` joins. `duty`: share of the time spent training, the rest is rested away.
         `offload_base`: keep the base of each fragment on the host (`TorchStore`). `warm_start`: take over the
-        optimizer state of a peer, if the run is under way and one has it; needs `optimizer`."""
+        optimizer state of a peer, if the run is under way and one has it; needs `optimizer`. `companion`: told what
+        happens at step boundaries, in the training thread."""
         if warm_start and optimizer is None:
             raise UsageError("warm_start=True: the session has to be given the optimizer")
         self._offload_base = offload_base
-        self._url = url if isinstance(url, RunUrl) else RunUrl.parse(url)
         self._model = model
         self.optimizer = optimizer
         self._wake = threading.Event()
         self._client = Client(
-            self._url,
+            url if isinstance(url, RunUrl) else RunUrl.parse(url),
             Identity(name or default_name(), label, role, device),
             on_change=self._wake.set,
             warm_start=warm_start,
         )
+        self._companion = companion or Companion()
         self._duty = duty
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -95,7 +112,6 @@ class Session:
         self._steps = 0
         self._trained_s = 0.0  # the last step
         self._cold = False  # joined a run that was under way, with a fresh optimizer
-        self._loss: torch.Tensor | float | None = None
         self._loss_at = 0.0
 
     # --- life ---------------------------------------------------------------------------------------------
@@ -119,7 +135,7 @@ class Session:
 
     def _await_warmth(self) -> None:
         until = time.monotonic() + WAIT_S
-        while self._cold and not self._client.warm_start.over and not self.stopped and time.monotonic() < until:
+        while self._cold and not self.stopped and not self._life().warm_start.over and time.monotonic() < until:
             self._wake.wait(JOIN_POLL_S)
             self._wake.clear()
             self._check()
@@ -150,10 +166,10 @@ class Session:
         self._wake.set()
 
     def _hand_over_the_rest(self) -> None:
-        learner = self._client.learner
-        if learner is not None and self.stopped is None and self._client.joined.is_set():
-            for last in learner.farewell():
-                self._call_soon(partial(self._client.submit, learner, last))
+        life = self._client.life
+        if life is not None and self.stopped is None and self._client.joined.is_set():
+            for last in life.learner.farewell():
+                self._call_soon(partial(life.outbox.submit, last))
 
     def _end_thread(self, reason: str, drain_s: float) -> bool:
         """Leave; False if that was done before."""
@@ -161,7 +177,7 @@ class Session:
         if thread is None:
             return False
         if self._loop is not None and self._closing is not None and thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._leave(reason, drain_s), self._loop)
+            asyncio.run_coroutine_threadsafe(self._leave(reason, drain_s, self._closing), self._loop)
         thread.join(timeout=drain_s + EXTRA_S)
         return True
 
@@ -181,12 +197,6 @@ class Session:
 
     # --- training -----------------------------------------------------------------------------------------
 
-    @overload
-    def batches(self, source: Shards[T], batch: int = 1) -> Iterator[T]: ...
-
-    @overload
-    def batches(self, source: Iterable[T], batch: int = 1) -> Iterator[T]: ...
-
     def batches(self, source: Shards[T] | Iterable[T], batch: int = 1) -> Iterator[T]:
         """What to train on, until the run stops.
 
@@ -204,11 +214,11 @@ class Session:
             yield from self._shared(cast("Shards[T]", source), batch)
 
     def _shared(self, shards: Shards[T], batch: int) -> Iterator[T]:
-        record = self._client.record
-        if record is None or not self.hands_out_data:
-            raise UsageError("this run was begun by an older release, which hands out no data: use data of your own")
         client = self._client
-        feed = Feed(len(shards), shards.fingerprint, record.spec.seed, lambda: self._call_soon(client.supply.hungry))
+        if (life := client.life) is None:
+            raise UsageError("batches() of a shared dataset: join the run first (`start`, or `with session:`)")
+        hungry = partial(self._call_soon, client.supply.hungry)
+        feed = Feed(len(shards), shards.fingerprint, life.record.spec.seed, life.books, hungry)
         self._call_soon(partial(client.feed, feed))
         while not self.stopped:
             items = feed.next(batch, DATA_POLL_S)
@@ -221,12 +231,6 @@ class Session:
             self._boundary(self._trained_s)  # whoever waits is at a step boundary
             self._last = time.monotonic()  # and does not train
             self._call_soon(client.progressed)
-
-    @property
-    def hands_out_data(self) -> bool:
-        """Whether the run hands out ranges of a shared dataset; one that an older release began does not."""
-        record = self._client.record
-        return record is not None and record.schema >= messages.RangeRequest.introduced
 
     @property
     def warmth(self) -> float:
@@ -245,8 +249,7 @@ class Session:
         trained_s = now - self._last
         vitals = self._client.vitals
         vitals.train_s += trained_s
-        learner = self._learner()
-        learner.books.step(tokens)
+        self._life().books.step(tokens)
         self._steps += 1
         self._note_loss(loss, now)
         self._trained_s = trained_s
@@ -278,6 +281,21 @@ class Session:
     def name(self) -> str:
         return self._client.identity.name
 
+    @property
+    def cold(self) -> bool:
+        """Whether it joined a run that was under way, with a fresh optimizer."""
+        return self._cold
+
+    @property
+    def record(self) -> RunRecord:
+        """The run's definition. Raises `MemberRefused` before it was joined."""
+        return self._life().record
+
+    @property
+    def wants_loss(self) -> bool:
+        """Whether the next `step` will read its loss: that waits for a GPU, so not each does."""
+        return time.monotonic() - self._loss_at >= LOSS_EVERY_S
+
     # --- evaluation ---------------------------------------------------------------------------------------
 
     def poll(self, timeout_s: float) -> list[int]:
@@ -289,7 +307,7 @@ class Session:
 
     def versions(self) -> list[int]:
         """Adopted version of each fragment."""
-        report: list[int] = self._learner().books.report()["adopted"]
+        report: list[int] = self._life().books.report()["adopted"]
         return report
 
     def report_heldout(self, loss: float, versions: list[int], tokens: int) -> None:
@@ -333,41 +351,37 @@ class Session:
         if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
             raise LayoutMismatch(f"this model is not the run's: {difference}")
         store = TorchStore(self._model, layout, offload_base=self._offload_base)
-        await self._client.serve(store, layout)
+        await self._client.serve(record, store, layout)
 
-    async def _leave(self, reason: str, within_s: float) -> None:
-        assert self._closing is not None
+    async def _leave(self, reason: str, within_s: float, left: asyncio.Event) -> None:
         try:
             await self._client.leave(reason, within_s)
         finally:
-            self._closing.set()
+            left.set()
 
     def _adopted(self) -> bool:
-        learner = self._client.learner
-        return self._client.joined.is_set() and learner is not None and all(v >= 0 for v in self.versions())
+        return self._client.joined.is_set() and all(v >= 0 for v in self.versions())
 
-    def _learner(self) -> Learner:
-        learner = self._client.learner
-        if learner is None:
+    def _life(self) -> Incarnation:
+        if (life := self._client.life) is None:
             raise MemberRefused("the session has not joined; use anabranch.join or `with Session(...)`")
-        return learner
+        return life
 
     def _boundary(self, step_s: float = 0.0) -> list[int]:
         """At a step boundary, the next one expected in `step_s`."""
-        learner = self._client.learner
-        if learner is None:
+        if (life := self._client.life) is None:
             return []
-        self._exchange_state()
-        loss = self._client.vitals.loss
+        self._exchange_state(life.warm_start)
 
         def send(item: Outgoing | Refusal) -> None:
-            self._call_soon(lambda: self._client.submit(learner, item))
+            self._call_soon(partial(life.outbox.submit, item))
 
-        return learner.boundary(loss, send, step_s)
+        adopted = life.learner.boundary(self._client.vitals.loss, send, step_s)
+        self._companion.adopted(adopted)
+        return adopted
 
-    def _exchange_state(self) -> None:
+    def _exchange_state(self, warm: WarmStart) -> None:
         """Optimizer state: ours for a joiner, or a peer's for us."""
-        warm = self._client.warm_start
         if not warm.wanted and warm.arrived is None:
             return
         from anabranch.workers.optimizer_state import copy_state, load_state, pack
@@ -381,24 +395,17 @@ class Session:
             self._call_soon(partial(warm.give, mine))
         if (data := warm.arrived) is not None:
             warm.arrived, reason = None, None
-            if self._may_take_over():
+            if self.warmth < 1.0 and self._companion.may_take_over():  # else we have warmed up by ourselves
                 try:
                     count = load_state(self._model, self.optimizer, data)
                     log.info("warm start: a peer's optimizer state for %d parameters", count)
                     self._cold = False
-                    self._took_over(data)
+                    self._companion.took_over(data)
                 except StateUnusable as error:
                     reason = str(error)
             else:
                 log.info("a peer's optimizer state came too late")
             self._call_soon(partial(warm.tried, reason))
-
-    def _may_take_over(self) -> bool:
-        """Whether a peer's optimizer state is still of use: it may come when we have warmed up by ourselves."""
-        return self.warmth < 1.0
-
-    def _took_over(self, state: memoryview) -> None:
-        """A peer's optimizer state is ours now."""
 
     def _rest(self, seconds: float) -> None:
         """Rest for a duty cycle, but answer calls: between two steps every moment is a boundary."""
@@ -413,7 +420,7 @@ class Session:
         self._client.vitals.rest_s += time.monotonic() - started
 
     def _note_loss(self, loss: torch.Tensor | float | None, now: float) -> None:
-        if loss is not None and now - self._loss_at >= LOSS_EVERY_S:
+        if loss is not None and self.wants_loss:
             self._loss_at = now
             self._client.vitals.loss = float(loss if isinstance(loss, (int, float)) else loss.detach())
 
@@ -425,51 +432,3 @@ class Session:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def join(
-    url: str | RunUrl,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    name: str | None = None,
-    label: str = "",
-    duty: float = 1.0,
-    offload_base: bool = False,
-    warm_start: bool = False,
-) -> Session:
-    """Join a run with a model of your own and adopt the global parameters.
-
-    Only parameters with `requires_grad` are synchronized, as float32; frozen ones and buffers stay as they are here.
-    Blocks until the global model is adopted. Raises `LayoutMismatch` (names the first differing tensor),
-    `MemberRefused`, `UsageError` (a bad name or URL, a sharded model) or `ServerError`.
-
-    `duty`: share of the time spent training. `offload_base`: keep 4 bytes per parameter on the host, not the device.
-    `warm_start`: if the run is under way, take over the optimizer state of a peer (of the same kind of optimizer)
-    instead of warming up; waits at most 20 s for it.
-
-    Where torch.distributed is initialised with several processes (torchrun), these are one worker: every rank calls
-    this, and then the session's methods, together. See `anabranch.workers.island`.
-    """
-    import torch.distributed as dist
-
-    device = str(next(model.parameters()).device)
-    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-        from anabranch.workers.island import Island
-
-        device = f"{ranks} × {device}"
-        kind: type[Session] = Island
-    else:
-        kind = Session
-    session = kind(
-        url,
-        model,
-        optimizer,
-        name=name,
-        label=label,
-        device=device,
-        duty=duty,
-        offload_base=offload_base,
-        warm_start=warm_start,
-    )
-    return session.start()

@@ -19,7 +19,7 @@ from anabranch.shuffle import Indices, shuffled
 from anabranch.workers.data import load_corpus
 
 if TYPE_CHECKING:
-    from anabranch.workers.tasks.base import TokenBatch
+    from anabranch.workers.batches import TokenBatch
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class TokenWindows:
 
     def batch(self, indices: Indices, epoch: int) -> TokenBatch:
         """Inputs and targets, int64 [n, length]."""
-        from anabranch.workers.tasks.base import TokenBatch
+        from anabranch.workers.batches import TokenBatch
 
         return TokenBatch.of(self.windows(indices, epoch))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from anabranch.errors import UsageError
-from anabranch.workers.adoption import Float32
+from anabranch.workers.member.adoption import Float32
 
 if TYPE_CHECKING:
     from anabranch.merge.fragments import Layout

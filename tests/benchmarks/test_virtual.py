@@ -11,9 +11,10 @@ import pytest
 
 from anabranch.merge.fragments import TensorSpec, plan_layout
 from anabranch.model import Float32
-from anabranch.orchestrator import events as ev
+from anabranch.orchestrator.core.events import TimerFired
+from anabranch.orchestrator.core.instructions import Note
 from anabranch.spec import RunSpec, parse_spec
-from anabranch.workers.synthetic import NumpyStore
+from anabranch.workers.member.synthetic import NumpyStore
 from benchmarks.virtual import World
 
 TOKENS = 10  # per step
@@ -64,11 +65,11 @@ def test_the_books_add_up(adoption: str, rounds: dict[str, Any]) -> None:
     world, _ = run(make_spec(adoption=adoption, **rounds))
     share = world.merged_share
     assert world.notes == []  # no ledger mismatch, nothing refused, nothing left over
-    assert not world.core.state.fetching
-    closing = world.core.handle(ev.TimerFired("sweep"), world.now)
-    assert not [i for i in closing if isinstance(i, ev.Note) and i.kind == "ledger mismatch"]
-    assert len(world.core.state.departed) == len(UNEQUAL)
-    for books in world.core.state.departed:
+    assert not world.state.verifying
+    closing = world.engine.feed(TimerFired("sweep"))
+    assert not [i for i in closing if isinstance(i, Note) and i.what == "ledger mismatch"]
+    assert len(world.state.departed) == len(UNEQUAL)
+    for books in world.state.departed:
         assert min(books.applied, books.rejected, books.discarded, books.lost) >= 0
         assert books.processed == pytest.approx(books.applied + books.rejected + books.discarded + books.lost)
     if adoption != "overwrite" and not rounds:
@@ -79,7 +80,7 @@ def test_everybody_makes_the_steps_of_its_speed_and_the_model_follows() -> None:
     world, trainers = run(make_spec())
     assert [trainer.steps for trainer in trainers] == [300, 150, 75, 75]
     assert world.processed == 600 * TOKENS
-    assert sum(world.core.state.counts.get(how, 0) for how in MERGED) >= 45  # one in 6 steps of the fastest
+    assert sum(world.state.counts.get(how, 0) for how in MERGED) >= 45  # one in 6 steps of the fastest
     mean = float(np.mean(np.concatenate(world.theta)))
     assert 1 < mean < 4  # among the targets: it began at 0
 
@@ -87,7 +88,7 @@ def test_everybody_makes_the_steps_of_its_speed_and_the_model_follows() -> None:
 def test_the_same_run_has_the_same_bits() -> None:
     first, second = (run(make_spec(adoption="rebase"))[0] for _ in range(2))
     assert [theta.tobytes() for theta in first.theta] == [theta.tobytes() for theta in second.theta]
-    assert first.core.state.counts == second.core.state.counts
+    assert first.state.counts == second.state.counts
 
 
 @pytest.mark.parametrize("quorum", [1, "all"])
@@ -105,7 +106,7 @@ def test_one_worker_that_rebases_is_plain_training(quorum: int | str) -> None:
 
 def test_a_version_is_adopted_by_everybody() -> None:
     world, trainers = run(make_spec(quorum="all"), speeds=(1.0, 1.0))
-    versions = [fragment.version for fragment in world.core.state.fragments]
+    versions = [fragment.version for fragment in world.state.fragments]
     assert min(versions) >= 10
     bases: list[list[Float32]] = [trainer.store.base for trainer in trainers]
     for left, right in zip(*bases, strict=True):

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from anabranch.cli import app
-from anabranch.spec import load_spec
+from anabranch.settings import load_spec
 from anabranch.workers.run import Ending, MemberOptions, run_worker
 from anabranch.workers.tasks.hf import HFConfig
 from tests.examples.test_examples import EXAMPLES, in_process, spec_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from anabranch.merge.outer import OuterOptimizer
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import ScriptedStore, bench, make_spec, scripted
 
 

@@ -13,10 +13,8 @@ from anabranch.merge.outer import OuterOptimizer
 from anabranch.merge.weights import token_weight
 from anabranch.model import Float32
 from anabranch.queue.blobs import RedisBlobs
-from anabranch.queue.keys import fragment_field
-from anabranch.queue.records import unpack_fragment
-from anabranch.workers.synthetic import Pace, SyntheticOptions
-from tests.harness import Bench, ScriptedStore, bench, make_spec, scripted, send_everything_twice
+from anabranch.workers.member.synthetic import Pace, SyntheticOptions
+from tests.harness import Bench, ScriptedStore, bench, make_spec, scripted, send_everything_twice, stored_claims
 from tests.wait import wait_until
 
 ROUNDS = 4
@@ -46,7 +44,7 @@ async def test_bits_equal_a_plain_loop_whatever_the_order(run_url: str, run_name
                     await _same_bits(run, p, theta, buf)
         both = [m for m in merges.values() if len(m["weights"]) == 2]
         assert len(both) >= ROUNDS, "most rounds merged both workers"
-        await wait_until(lambda: not run.state.fetching, "duplicates are read")
+        await wait_until(lambda: not run.state.verifying, "duplicates are read")
         assert run.state.counts.get("ledger mismatches", 0) == 0
 
 
@@ -68,8 +66,7 @@ async def _same_bits(run: Bench, fragment: int, theta: Float32, buf: Float32 | N
     """Compare with what Redis holds, not with what the process remembers."""
     assert buf is not None
     blobs = RedisBlobs(run.redis, run.keys)
-    record: Any = await run.redis.hget(run.keys.state, fragment_field(fragment))
-    theta_claim, momentum_claim = unpack_fragment(record)
+    theta_claim, momentum_claim = await stored_claims(run.redis, run.keys, fragment)
     assert momentum_claim is not None
     stored_theta = decode("fp32", await blobs.get(theta_claim, 10**6), theta.size)
     stored_buf = decode("fp32", await blobs.get(momentum_claim, 10**6), theta.size)

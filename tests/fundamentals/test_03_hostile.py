@@ -12,7 +12,7 @@ import pytest
 from anabranch.merge.codecs import encode
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
 
@@ -118,6 +118,6 @@ async def test_nobody_speaks_for_another(run_url: str, run_name: str) -> None:
         await attacker.join()
         await run.post("mallory", messages.Farewell(incarnation=honest.client.incarnation))
         await attacker.contribute(np.zeros(run.state.fragments[0].size))
-        await wait_until(lambda: not run.state.fetching, "both are read")
+        await wait_until(lambda: not run.state.verifying, "both are read")
         await run.reach(run.versions()[0] + 2)
         assert run.state.members[honest.client.incarnation].live

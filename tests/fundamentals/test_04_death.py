@@ -8,9 +8,9 @@ import signal
 from typing import Any
 
 from anabranch.orchestrator.clock import LONGEST_STEP_S
-from anabranch.orchestrator.policies import EXPIRY_HEARTBEATS
-from anabranch.orchestrator.state import Departed, Member
-from anabranch.workers.synthetic import Pace
+from anabranch.orchestrator.core.policies import EXPIRY_HEARTBEATS
+from anabranch.orchestrator.core.state import Departed, Member
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import Bench, bench, make_spec, process
 from tests.wait import wait_until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from anabranch.orchestrator.tape import FILE_NAME
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import bench, make_spec
 from tests.wait import wait_until
 

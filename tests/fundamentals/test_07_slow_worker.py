@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
 

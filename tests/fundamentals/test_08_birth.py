@@ -8,8 +8,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from anabranch.model import unflatten
-from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions
-from tests.harness import bench, make_spec
+from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticOptions
+from tests.harness import bench, life_of, make_spec
 from tests.wait import wait_until
 
 
@@ -18,7 +18,7 @@ async def test_version_0_is_the_asked_workers_model(run_url: str, run_name: str)
         first = run.add("first", Pace(steps=0), store=lambda layout: NumpyStore(layout, seed=7))
         await run.reach(0)
         assert first.store is not None
-        expected = NumpyStore(first.client._layout, seed=7)
+        expected = NumpyStore(life_of(first.client)._layout, seed=7)
         for p in range(2):
             np.testing.assert_array_equal(run.theta(p), expected.theta[p])
 

@@ -16,8 +16,8 @@ from anabranch.model import unflatten
 from anabranch.orchestrator.vault import Vault
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs, make_claim
-from anabranch.workers.client import Client
-from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions
+from anabranch.workers.member.client import Client
+from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticOptions
 from tests.fundamentals.test_03_hostile import Attacker
 from tests.harness import Bench, bench, make_spec, send_everything_twice
 from tests.wait import wait_until

@@ -14,7 +14,7 @@ import torch
 import anabranch
 from anabranch.operate import status
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.fundamentals.slow_link import slow_line
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
@@ -125,7 +125,8 @@ async def test_a_worker_that_hangs_is_shown_as_stuck_and_not_waited_for(run_url:
             before, number = rounds_merged(run), max(e["round"] for e in run.tape("opened"))
             await wait_until(lambda: rounds_merged(run) >= before + 4, "rounds go on")
             opened = [e for e in run.tape("opened") if e["round"] > number]
-            assert all(hung.session._client.incarnation not in e["called"] for e in opened)
+            mine = next(m.incarnation for m in run.state.members.values() if m.name == "hung")
+            assert all(mine not in e["called"] for e in opened)
             assert not run.tape("gone")
         finally:
             await asyncio.to_thread(hung.end)

@@ -22,7 +22,7 @@ from anabranch.model import unflatten
 from anabranch.orchestrator.checkpoint import Checkpoints, complete_checkpoints
 from anabranch.queue.control import send_command
 from anabranch.spec import parse_spec
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import bench, make_spec
 from tests.saved import (
     LAYOUT,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from anabranch.orchestrator import events as ev
-from tests.orchestrator.bench import TIMELINE, TOKENS, Bench, make_spec, one, only
+from anabranch.orchestrator.core import instructions as do
+from anabranch.queue import messages as msg
+from tests.orchestrator.bench import TIMELINE, TOKENS, Bench, make_spec, one, told, told_one, why
 
 # --- pacing: when a round opens ---------------------------------------------------------------------------
 
@@ -12,9 +13,10 @@ def test_a_round_opens_when_the_fastest_worker_made_its_share_of_steps() -> None
     bench = Bench()  # H/P = 2, K = 1
     bench.worker("fast")
     bench.worker("slow")
-    assert not only(ev.OpenRound, bench.steps(fast=1, slow=1))
-    opened = one(ev.OpenRound, bench.steps(fast=1))
-    assert opened.reason == "fast made 2 of 2 steps"
+    assert not told(msg.Call, bench.steps(fast=1, slow=1))
+    result = bench.steps(fast=1)
+    opened = told_one(msg.Call, result)
+    assert why(msg.Call, result) == "fast made 2 of 2 steps"
     assert (opened.fragment, opened.base, opened.timeline) == (0, 0, TIMELINE)
 
 
@@ -22,46 +24,46 @@ def test_with_a_quorum_of_two_the_second_fastest_paces() -> None:
     bench = Bench(make_spec(quorum=2))
     for name in ("a", "b", "c"):
         bench.worker(name)
-    assert not only(ev.OpenRound, bench.steps(a=5, b=1))
-    assert one(ev.OpenRound, bench.steps(b=1)).reason == "b made 2 of 2 steps"
+    assert not told(msg.Call, bench.steps(a=5, b=1))
+    assert why(msg.Call, bench.steps(b=1)) == "b made 2 of 2 steps"
 
 
 def test_with_quorum_all_the_slowest_paces() -> None:
     bench = Bench(make_spec(quorum="all"))
     for name in ("a", "b", "c"):
         bench.worker(name)
-    assert not only(ev.OpenRound, bench.steps(a=5, b=5, c=1))
-    assert one(ev.OpenRound, bench.steps(c=1)).reason == "c made 2 of 2 steps"
+    assert not told(msg.Call, bench.steps(a=5, b=5, c=1))
+    assert why(msg.Call, bench.steps(c=1)) == "c made 2 of 2 steps"
 
 
 def test_a_quorum_beyond_the_workers_that_advance_does_not_stop_the_pace() -> None:
     bench = Bench(make_spec(quorum=5))
     bench.worker("a")
-    assert one(ev.OpenRound, bench.steps(a=2)).called == (1,)
+    assert told_one(msg.Call, bench.steps(a=2)).called == [1]
 
 
 def test_steps_made_before_an_opening_do_not_pace_the_next_round_whenever_they_are_reported() -> None:
     bench = Bench(make_spec(in_flight=8))
     bench.worker("a")
     bench.worker("b")
-    assert len(only(ev.OpenRound, bench.steps(a=2, b=2))) == 1, "not one for each report"
+    assert len(told(msg.Call, bench.steps(a=2, b=2))) == 1, "not one for each report"
     bench.elapse(0.125)
-    assert not only(ev.OpenRound, bench.steps(b=1))
+    assert not told(msg.Call, bench.steps(b=1))
 
 
 def test_the_pacer_carries_its_overshoot_into_the_next_interval() -> None:
     bench = Bench(make_spec(inner_steps=8))  # an interval of 4 steps
     bench.worker("a")
-    assert only(ev.OpenRound, bench.steps(a=5))
-    assert not only(ev.OpenRound, bench.steps(a=2))
-    assert only(ev.OpenRound, bench.steps(a=1)), "1 carried over + 3 = 4"
+    assert told(msg.Call, bench.steps(a=5))
+    assert not told(msg.Call, bench.steps(a=2))
+    assert told(msg.Call, bench.steps(a=1)), "1 carried over + 3 = 4"
 
 
 def test_missed_openings_coalesce() -> None:
     bench = Bench()
     bench.worker("a")
-    assert len(only(ev.OpenRound, bench.steps(a=20))) == 1, "ten intervals at once are one opening"
-    assert not only(ev.OpenRound, bench.steps(a=1)), "and nothing of them is left"
+    assert len(told(msg.Call, bench.steps(a=20))) == 1, "ten intervals at once are one opening"
+    assert not told(msg.Call, bench.steps(a=1)), "and nothing of them is left"
 
 
 def test_claimed_steps_are_capped_by_the_time_that_passed() -> None:
@@ -70,7 +72,7 @@ def test_claimed_steps_are_capped_by_the_time_that_passed() -> None:
     liar.train(1_000_000)
     bench.send(liar.heartbeat())  # no time has passed: one step at most
     assert bench.state.members[liar.incarnation].steps == 2
-    assert not only(ev.OpenRound, bench.log)
+    assert not told(msg.Call, bench.log)
 
 
 # --- in flight: how many, and of which fragments ----------------------------------------------------------
@@ -89,16 +91,16 @@ def test_a_fragment_in_flight_is_skipped() -> None:
     bench.worker("a")
     for _ in range(4):
         bench.steps(a=2)
-    assert [o.fragment for o in only(ev.OpenRound, bench.log)] == [0, 1], "P = 2: never a fragment twice"
+    assert [o.fragment for o in told(msg.Call, bench.log)] == [0, 1], "P = 2: never a fragment twice"
 
 
 def test_fragments_take_turns() -> None:
     bench = Bench(make_spec(fragments=3, inner_steps=6), sizes=(1, 1, 1))
     bench.worker("a")
     for _ in range(6):
-        fragment = one(ev.OpenRound, bench.steps(a=2)).fragment
-        bench.merge(one(ev.Merge, bench.contribute("a", fragment)))
-    assert [o.fragment for o in only(ev.OpenRound, bench.log)] == [0, 1, 2, 0, 1, 2]
+        fragment = told_one(msg.Call, bench.steps(a=2)).fragment
+        bench.merge(one(do.Merge, bench.contribute("a", fragment)))
+    assert [o.fragment for o in told(msg.Call, bench.log)] == [0, 1, 2, 0, 1, 2]
     assert [f.version for f in bench.state.fragments] == [2, 2, 2]
 
 
@@ -113,7 +115,7 @@ def test_only_workers_that_hold_the_base_and_tokens_are_called() -> None:
     bench.steps(**{"other-base": 1, "no-tokens": 1})
     bench.puppets["no-tokens"].held[0] = 0
     bench.elapse(0.5)
-    assert one(ev.OpenRound, bench.steps(a=2)).called == (1,)
+    assert told_one(msg.Call, bench.steps(a=2)).called == [1]
 
 
 def test_who_has_not_made_a_step_is_not_called() -> None:
@@ -122,15 +124,15 @@ def test_who_has_not_made_a_step_is_not_called() -> None:
     bench.join("idle")
     bench.puppets["idle"].held = [TOKENS, TOKENS]
     bench.elapse(0.5)
-    assert one(ev.OpenRound, bench.steps(a=2)).called == (1,)
+    assert told_one(msg.Call, bench.steps(a=2)).called == [1]
 
 
 def test_with_nobody_to_call_nothing_opens() -> None:
     bench = Bench()
     bench.worker("a").adopted = [-1, -1]
-    assert not only(ev.OpenRound, bench.steps(a=6))
+    assert not told(msg.Call, bench.steps(a=6))
     bench.puppets["a"].adopted = [0, 0]
-    assert only(ev.OpenRound, bench.steps(a=1)), "it stayed due"
+    assert told(msg.Call, bench.steps(a=1)), "it stayed due"
 
 
 def test_a_stuck_worker_neither_paces_nor_is_called() -> None:
@@ -141,7 +143,7 @@ def test_a_stuck_worker_neither_paces_nor_is_called() -> None:
     bench.elapse(3.5)  # more than 10 steps of 0.125 s, and than 3 heartbeats
     assert bench.state.members[2].live
     bench.steps(a=1)  # a advances again and now alone sets the pace
-    assert one(ev.OpenRound, bench.log).called == (1,)
+    assert told_one(msg.Call, bench.log).called == [1]
 
 
 def test_a_slow_worker_is_not_stuck_before_ten_of_its_usual_steps() -> None:
@@ -151,6 +153,6 @@ def test_a_slow_worker_is_not_stuck_before_ten_of_its_usual_steps() -> None:
     bench.steps(a=1, slow=1)
     bench.elapse(9.5)
     bench.steps(a=1)
-    assert not only(ev.OpenRound, bench.log), "slow still paces"
+    assert not told(msg.Call, bench.log), "slow still paces"
     bench.elapse(1.0)
-    assert one(ev.OpenRound, bench.log).called == (1,)
+    assert told_one(msg.Call, bench.log).called == [1]

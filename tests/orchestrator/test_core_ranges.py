@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,14 +12,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from anabranch.orchestrator import events as ev
-from anabranch.orchestrator.core import Core
-from anabranch.orchestrator.state import DataQueue
-from anabranch.orchestrator.view import view
+from anabranch.orchestrator.core import events as ev
+from anabranch.orchestrator.core import instructions as do
+from anabranch.orchestrator.core.state import DataQueue
+from anabranch.orchestrator.core.view import view
+from anabranch.queue import messages as msg
 from anabranch.queue.messages import Held, Lease
 from anabranch.shuffle import item_order, range_order
 from anabranch.spec import DataSpec, RunSpec
-from tests.orchestrator.bench import NONCE, TIMELINE, Bench, make_spec, notes, one, only
+from tests.orchestrator.bench import TIMELINE, Bench, make_spec, notes, only, told, told_one
 
 PRINT = "ab" * 16
 ITEMS, LENGTH = 25, 10  # three ranges, the last of five
@@ -30,20 +30,19 @@ def data_spec(epochs: int | None = None) -> RunSpec:
     return make_spec().model_copy(update={"data": DataSpec(range_items=LENGTH, epochs=epochs)})
 
 
-def ask(bench: Bench, name: str, wanted: int = 1, after: int = 0, **changes: Any) -> list[ev.Instruction]:
-    puppet = bench.puppets[name]
-    event = ev.RangesAsked(name, puppet.incarnation, bench.entry(), ITEMS, PRINT, wanted, after)
-    return bench.send(dataclasses.replace(event, **changes))
+def ask(bench: Bench, name: str, wanted: int = 1, after: int = 0, **changes: Any) -> list[do.Instruction]:
+    said = {"items": ITEMS, "fingerprint": PRINT, "wanted": wanted, "after": after, **changes}
+    return bench.say(name, msg.RangeRequest(incarnation=bench.puppets[name].incarnation, **said))
 
 
-def granted(instructions: Iterable[ev.Instruction]) -> tuple[Lease, ...]:
-    return one(ev.Grant, instructions).leases
+def granted(instructions: Iterable[do.Instruction]) -> list[Lease]:
+    return told_one(msg.Leases, instructions).leases
 
 
-def say(bench: Bench, name: str, leased: int, *held: tuple[int, int, int]) -> list[ev.Instruction]:
+def say(bench: Bench, name: str, leased: int, *held: tuple[int, int, int]) -> list[do.Instruction]:
     """A heartbeat about ranges: (number, delivered, settled) of each that is not done."""
     puppet = bench.puppets[name]
-    items = tuple(Held(number=n, delivered=d, settled=s) for n, d, s in held)
+    items = [Held(number=n, delivered=d, settled=s) for n, d, s in held]
     puppet.extra = {"timeline": bench.state.timeline, "leased": leased, "leases": items}
     return bench.send(puppet.heartbeat())
 
@@ -75,7 +74,7 @@ def test_ranges_are_granted_in_the_order_of_seed_and_epoch(bench: Bench) -> None
 
 def test_a_repeated_request_is_granted_once(bench: Bench) -> None:
     [lease] = granted(ask(bench, "a"))
-    assert granted(ask(bench, "a")) == (lease,), "the answer was lost"
+    assert granted(ask(bench, "a")) == [lease], "the answer was lost"
     [other] = granted(ask(bench, "a", after=lease.number))
     assert other.number > lease.number
 
@@ -83,7 +82,7 @@ def test_a_repeated_request_is_granted_once(bench: Bench) -> None:
 def test_another_dataset_is_refused_and_says_what_differs(bench: Bench) -> None:
     ask(bench, "a")
     for changes in ({"items": 26}, {"fingerprint": "cd" * 16}):
-        grant = one(ev.Grant, ask(bench, "b", **changes))
+        grant = told_one(msg.Leases, ask(bench, "b", **changes))
         assert not grant.leases
         assert "every worker needs the same copy" in grant.refused
         assert "25" in grant.refused
@@ -125,14 +124,18 @@ def test_a_dead_workers_range_goes_on_at_its_settled_position(bench: Bench) -> N
     assert queue(bench).redone == 2
 
 
+def figures_of(processed: int, discarded: int) -> msg.Figures:
+    return msg.Figures(processed=processed, discarded=discarded, pending=0)
+
+
 def test_whoever_leaves_in_order_has_settled_what_it_sent(bench: Bench) -> None:
     [lease] = granted(ask(bench, "a"))
     puppet = bench.puppets["a"]
     say(bench, "a", lease.number, (lease.number, 4, 0))
     puppet.silent = True
-    held = (Held(number=lease.number, delivered=4, settled=4),)
-    figures = ((puppet.processed, puppet.processed),) * 2  # all discarded, nothing lost
-    bench.send(ev.Left("a", puppet.incarnation, "done", bench.entry(), figures, held))
+    held = [Held(number=lease.number, delivered=4, settled=4)]
+    figures = [figures_of(puppet.processed, puppet.processed)] * 2  # all discarded, nothing lost
+    bench.leave("a", "done", figures=figures, leases=held)
     log = bench.elapse(1.0)
     assert not notes("redone", log)
     [again] = granted(ask(bench, "b"))
@@ -143,9 +146,9 @@ def test_what_was_lost_in_spite_of_a_farewell_is_redone(bench: Bench) -> None:
     [lease] = granted(ask(bench, "a"))
     puppet = bench.puppets["a"]
     puppet.silent = True
-    held = (Held(number=lease.number, delivered=4, settled=4),)
-    figures = ((puppet.processed, 0),) * 2  # nothing discarded, nothing sent: lost
-    bench.send(ev.Left("a", puppet.incarnation, "done", bench.entry(), figures, held))
+    held = [Held(number=lease.number, delivered=4, settled=4)]
+    figures = [figures_of(puppet.processed, 0)] * 2  # nothing discarded, nothing sent: lost
+    bench.leave("a", "done", figures=figures, leases=held)
     bench.elapse(1.0)
     [again] = granted(ask(bench, "b"))
     assert (again.range, again.start) == (lease.range, 0)
@@ -156,12 +159,12 @@ def test_who_waits_gets_what_comes_back_without_asking_again() -> None:
     bench.worker("a")
     bench.worker("b")
     ask(bench, "a", 3)
-    grant = one(ev.Grant, ask(bench, "b"))
+    grant = told_one(msg.Leases, ask(bench, "b"))
     assert grant.exhausted
     assert not grant.leases
     bench.puppets["a"].silent = True
     log = bench.elapse(5.0)
-    assert [grant.name for grant in only(ev.Grant, log) if grant.leases] == ["b"]
+    assert [grant.incarnation for grant in told(msg.Leases, log) if grant.leases] == [bench.puppets["b"].incarnation]
 
 
 def test_the_run_stops_when_its_epochs_are_settled() -> None:
@@ -170,9 +173,9 @@ def test_the_run_stops_when_its_epochs_are_settled() -> None:
     leases = granted(ask(bench, "a", 8))
     assert len(leases) == 3
     log = say(bench, "a", leases[-1].number, (leases[-1].number, 5, 4))
-    assert not only(ev.Announce, log)
+    assert not told(msg.Stop, log)
     log = say(bench, "a", leases[-1].number)
-    assert one(ev.Announce, log).what == "stop"
+    assert told_one(msg.Stop, log)
     assert notes("epoch", log)
     assert bench.state.stopped
 
@@ -183,9 +186,9 @@ def test_out_of_data_is_neither_stuck_nor_pacing_but_called() -> None:
     bench.puppets["a"].train(1)
     bench.puppets["a"].extra = {"idle": True}
     log = bench.elapse(1.0)
-    [opened] = only(ev.OpenRound, log)[:1]
+    [opened] = [tell for tell in only(do.Tell, log) if tell.on_tape == "opened"][:1]
     assert "no worker advances" in opened.reason
-    assert opened.called == (bench.puppets["a"].incarnation,)
+    assert told(msg.Call, [opened])[0].called == [bench.puppets["a"].incarnation]
     shown = view(bench.state, bench.now + 100)
     assert shown["members"][0]["condition"] == "out of data"
     assert shown["phase"] == "no data left: data.epochs is reached"
@@ -194,7 +197,7 @@ def test_out_of_data_is_neither_stuck_nor_pacing_but_called() -> None:
 def test_a_report_of_another_timeline_settles_nothing(bench: Bench) -> None:
     [lease] = granted(ask(bench, "a"))
     bench.send(ev.Returned("the server lost writes"))
-    bench.puppets["a"].extra = {"timeline": TIMELINE, "leased": lease.number, "leases": ()}
+    bench.puppets["a"].extra = {"timeline": TIMELINE, "leased": lease.number, "leases": []}
     bench.send(bench.puppets["a"].heartbeat())
     assert queue(bench).done == 0
     [again] = granted(ask(bench, "b"))
@@ -236,11 +239,11 @@ class Storm(RuleBasedStateMachine):
     def ask(self, data: st.DataObject, wanted: int, lost: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.trainers)))
         trainer = self.trainers[name]
-        for grant in only(ev.Grant, ask(self.bench, name, wanted, trainer.leased)):
+        for grant in told(msg.Leases, ask(self.bench, name, wanted, trainer.leased)):
             if not lost:
                 self._take(grant.leases, trainer)
 
-    def _take(self, leases: tuple[Lease, ...], trainer: Trainer) -> None:
+    def _take(self, leases: list[Lease], trainer: Trainer) -> None:
         for lease in leases:
             if lease.number > trainer.leased:
                 trainer.leased = lease.number
@@ -284,19 +287,14 @@ class Storm(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.trainers)))
         trainer, puppet = self.trainers.pop(name), self.bench.puppets[name]
         puppet.silent = True
-        held = tuple(Held(number=n, delivered=at[0], settled=at[0]) for n, at in trainer.at.items())
-        figures = ((puppet.processed, puppet.processed),) * 2
-        self.bench.send(ev.Left(name, puppet.incarnation, "done", self.bench.entry(), figures, held))
+        held = [Held(number=n, delivered=at[0], settled=at[0]) for n, at in trainer.at.items()]
+        figures = [figures_of(puppet.processed, puppet.processed)] * 2
+        self.bench.leave(name, "done", figures=figures, leases=held)
         self.bench.elapse(1.0)
 
     @rule()
     def a_new_leader(self) -> None:
-        core, members = self.bench.core.dump_all(self.bench.now)
-        accounts = {m.incarnation: m.account for m in self.bench.core.members()}
-        spec = self.bench.state.spec
-        self.bench.core = Core.load(
-            core, list(members.values()), accounts, spec=spec, nonce=NONCE, broadcast=0, now=self.bench.now
-        )
+        self.bench.engine.succeed(self.bench.reload())
 
     @invariant()
     def every_range_is_somewhere(self) -> None:
@@ -320,7 +318,7 @@ class Storm(RuleBasedStateMachine):
         self.bench.elapse(4.0)
         for _ in range(20):
             trainer = self.trainers["last"]
-            for grant in only(ev.Grant, ask(self.bench, "last", 2, trainer.leased)):
+            for grant in told(msg.Leases, ask(self.bench, "last", 2, trainer.leased)):
                 self._take(grant.leases, trainer)
             for number, at in list(trainer.at.items()):
                 lease = trainer.leases[number]

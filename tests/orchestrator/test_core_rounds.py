@@ -6,8 +6,24 @@ import dataclasses
 
 import pytest
 
-from anabranch.orchestrator import events as ev
-from tests.orchestrator.bench import TIMELINE, TOKENS, Bench, digest, make_spec, notes, one, only
+from anabranch.orchestrator.core import events as ev
+from anabranch.orchestrator.core import instructions as do
+from anabranch.queue import messages as msg
+from tests.orchestrator.bench import (
+    TIMELINE,
+    TOKENS,
+    Bench,
+    claim,
+    digest,
+    make_spec,
+    note,
+    notes,
+    one,
+    only,
+    told,
+    told_one,
+    why,
+)
 
 # --- quorum, grace ----------------------------------------------------------------------------------------
 
@@ -23,10 +39,10 @@ def opened(bench: Bench, *names: str) -> None:
 def test_when_all_called_have_arrived_the_round_closes_at_once() -> None:
     bench = Bench(make_spec(quorum=2))
     opened(bench, "a", "b")
-    assert not only(ev.Merge, bench.contribute("a"))
-    order = one(ev.Merge, bench.contribute("b"))
+    assert not only(do.Merge, bench.contribute("a"))
+    order = one(do.Merge, bench.contribute("b"))
     assert order.reason == "all arrived after 0.00 s: 2 of 2"
-    commit = one(ev.Commit, bench.merge(order))
+    commit = told_one(msg.Merged, bench.merge(order))
     assert (commit.version, commit.closed, commit.tokens) == (1, "all arrived", 3 * TOKENS)
 
 
@@ -34,9 +50,9 @@ def test_only_fetched_and_verified_contributions_count() -> None:
     bench = Bench()
     opened(bench, "a")
     offer = bench.offer("a")
-    assert one(ev.Fetch, bench.send(ev.Offered(offer))).offer is offer
-    assert not only(ev.Merge, bench.log)
-    assert only(ev.Merge, bench.send(ev.Fetched(offer)))
+    assert one(do.Fetch, bench.send_offer(offer)).offer == offer
+    assert not only(do.Merge, bench.log)
+    assert only(do.Merge, bench.fetched(offer))
 
 
 def test_the_grace_window_is_sized_from_the_slack() -> None:
@@ -47,13 +63,13 @@ def test_the_grace_window_is_sized_from_the_slack() -> None:
     bench.elapse(0.25)
     result = bench.contribute("a")
     slack = 2 * 8 * 0.125 - 0.25  # τ·(H/P)·ξ_step − ξ_quorum; nothing was broadcast yet, so no ξ_sync
-    assert one(ev.SetTimer, result).after_s == pytest.approx(0.8 * slack)
+    assert one(do.SetTimer, result).after_s == pytest.approx(0.8 * slack)
 
 
 def test_the_grace_window_is_capped_at_one_interval() -> None:
     bench = Bench()
     opened(bench, "a", "b")
-    timer = one(ev.SetTimer, bench.contribute("a"))
+    timer = one(do.SetTimer, bench.contribute("a"))
     assert (timer.name, timer.after_s) == ("grace", 2 * 0.125)
 
 
@@ -64,13 +80,13 @@ def test_grace_follows_the_moving_averages() -> None:
     bench.steps(a=8, b=8)
     bench.elapse(0.5)  # ξ_quorum = 0.5
     bench.contribute("a")
-    order = one(ev.Merge, bench.contribute("b"))
+    order = one(do.Merge, bench.contribute("b"))
     bench.elapse(0.25)
     bench.merge(order)  # ξ_sync = 0.25
     for puppet in bench.puppets.values():
         puppet.step_s = 0.25
     bench.steps(a=8, b=8)  # ξ_step = 0.125 + 0.25 · (0.25 − 0.125)
-    timer = one(ev.SetTimer, bench.contribute("a", 1))  # ξ_quorum = 0.5 + 0.25 · (0 − 0.5)
+    timer = one(do.SetTimer, bench.contribute("a", 1))  # ξ_quorum = 0.5 + 0.25 · (0 − 0.5)
     assert timer.after_s == pytest.approx(0.8 * (2 * 8 * 0.15625 - 0.375 - 0.25))
 
 
@@ -79,8 +95,8 @@ def test_after_the_grace_window_the_round_closes_without_the_missing_and_names_t
     opened(bench, "a", "b", "c")
     bench.contribute("a")
     bench.elapse(0.2)
-    assert not only(ev.Merge, bench.log)
-    order = one(ev.Merge, bench.elapse(0.1))
+    assert not only(do.Merge, bench.log)
+    order = one(do.Merge, bench.elapse(0.1))
     assert order.reason == "grace expired after 0.25 s: 1 of 3, without b, c"
     assert [offer.sender for offer, _ in order.parts] == ["a"]
 
@@ -90,23 +106,23 @@ def test_within_the_grace_window_the_last_arrival_closes_the_round() -> None:
     opened(bench, "a", "b")
     bench.contribute("a")
     bench.elapse(0.125)
-    assert one(ev.Merge, bench.contribute("b")).reason.startswith("all arrived")
-    assert not only(ev.Merge, bench.elapse(1.0)), "the grace timer finds nothing to do"
+    assert one(do.Merge, bench.contribute("b")).reason.startswith("all arrived")
+    assert not only(do.Merge, bench.elapse(1.0)), "the grace timer finds nothing to do"
 
 
 def test_without_slack_the_round_closes_at_its_quorum() -> None:
     bench = Bench()
     opened(bench, "a", "b")
     bench.elapse(1.0)  # ξ_quorum is more than τ·(H/P)·ξ_step
-    assert one(ev.Merge, bench.contribute("a")).reason == "grace expired after 1.00 s: 1 of 2, without b"
+    assert one(do.Merge, bench.contribute("a")).reason == "grace expired after 1.00 s: 1 of 2, without b"
 
 
 def test_quorum_all_waits_for_everyone_called() -> None:
     bench = Bench(make_spec(quorum="all"))
     opened(bench, "a", "b")
     bench.contribute("a")
-    assert not only(ev.Merge, bench.elapse(5.0))
-    assert len(one(ev.Merge, bench.contribute("b")).parts) == 2
+    assert not only(do.Merge, bench.elapse(5.0))
+    assert len(one(do.Merge, bench.contribute("b")).parts) == 2
 
 
 def test_quorum_all_is_not_reached_by_somebody_who_was_not_called() -> None:
@@ -115,8 +131,8 @@ def test_quorum_all_is_not_reached_by_somebody_who_was_not_called() -> None:
     bench.join("late-joiner")
     bench.contribute("late-joiner")
     bench.contribute("a")
-    assert not only(ev.Merge, bench.elapse(5.0))
-    assert len(one(ev.Merge, bench.contribute("b")).parts) == 3
+    assert not only(do.Merge, bench.elapse(5.0))
+    assert len(one(do.Merge, bench.contribute("b")).parts) == 3
 
 
 def test_a_quorum_lost_to_a_replacement_closes_when_it_is_back() -> None:
@@ -124,9 +140,9 @@ def test_a_quorum_lost_to_a_replacement_closes_when_it_is_back() -> None:
     opened(bench, "a", "b")
     bench.contribute("a")
     newer = bench.offer("a")
-    bench.send(ev.Offered(newer))  # takes the older one's place, so the quorum is gone
-    assert not only(ev.Merge, bench.elapse(1.0)), "the window ends below the quorum"
-    assert one(ev.Merge, bench.send(ev.Fetched(newer))).reason.startswith("grace expired")
+    bench.send_offer(newer)  # takes the older one's place, so the quorum is gone
+    assert not only(do.Merge, bench.elapse(1.0)), "the window ends below the quorum"
+    assert one(do.Merge, bench.fetched(newer)).reason.startswith("grace expired")
 
 
 # --- deadline ---------------------------------------------------------------------------------------------
@@ -136,17 +152,19 @@ def test_below_its_quorum_at_the_deadline_a_round_is_abandoned() -> None:
     bench = Bench(make_spec(quorum=2))
     opened(bench, "a", "b")
     bench.contribute("a")
-    assert not only(ev.Abandon, bench.elapse(9.5))
-    abandoned = one(ev.Abandon, bench.elapse(0.5))
+    assert not told(msg.Abandoned, bench.elapse(9.5))
+    result = bench.elapse(0.5)
+    abandoned = told_one(msg.Abandoned, result)
+    assert why(msg.Abandoned, result) == "quorum 1/2"
     assert (abandoned.reason, abandoned.round, abandoned.base) == ("quorum 1/2", 1, 0)
-    assert not only(ev.Merge, bench.log), "never merge below K"
+    assert not only(do.Merge, bench.log), "never merge below K"
 
 
 def test_the_deadline_is_four_intervals_of_the_pacers_step_time() -> None:
     bench = Bench(make_spec(deadline_min_s=0.5))
     bench.worker("a", step_s=0.5)
     opened_round = bench.steps(a=2)
-    timer = next(t for t in only(ev.SetTimer, opened_round) if t.name == "round deadline")
+    timer = next(t for t in only(do.SetTimer, opened_round) if t.name == "round deadline")
     assert timer.after_s == 4 * 2 * 0.5
 
 
@@ -158,9 +176,9 @@ def test_after_an_abandoned_round_contributions_stay_in_hand_for_the_next() -> N
     bench.contribute("a")
     bench.elapse(10.0)
     assert bench.state.counts == {"abandoned": 1}
-    reopened = one(ev.OpenRound, bench.steps(a=4, b=4))
+    reopened = told_one(msg.Call, bench.steps(a=4, b=4))
     assert (reopened.round, reopened.base) == (2, 0)
-    assert [o.sender for o, _ in one(ev.Merge, bench.contribute("b")).parts] == ["a", "b"]
+    assert [o.sender for o, _ in one(do.Merge, bench.contribute("b")).parts] == ["a", "b"]
 
 
 def test_a_quorum_lost_after_the_deadline_abandons_the_round() -> None:
@@ -171,70 +189,77 @@ def test_a_quorum_lost_after_the_deadline_abandons_the_round() -> None:
     bench.contribute("a")  # the grace window is much longer than the deadline
     bench.elapse(3.0)
     assert set(bench.state.rounds) == {1}, "at the deadline it had its quorum"
-    bench.send(ev.Offered(bench.offer("a")))  # the replacement is never fetched
-    assert one(ev.Abandon, bench.elapse(60.0)).reason == "quorum 0/1"
+    bench.send_offer(bench.offer("a"))  # the replacement is never fetched
+    assert told_one(msg.Abandoned, bench.elapse(60.0)).reason == "quorum 0/1"
 
 
 def test_a_merge_that_gives_nothing_abandons_with_its_reason() -> None:
     bench = Bench()
     opened(bench, "a")
-    order = one(ev.Merge, bench.contribute("a"))
+    order = one(do.Merge, bench.contribute("a"))
     result = bench.send(ev.Merged(order.round, None, "nothing to merge: all weights are zero"))
-    assert one(ev.Abandon, result).reason == "nothing to merge: all weights are zero"
+    assert told_one(msg.Abandoned, result).reason == "nothing to merge: all weights are zero"
     assert bench.state.fragments[0].version == 0
-    assert not only(ev.Commit, result)
-    assert not only(ev.Book, result)
+    assert not only(do.Commit, result)
+    assert not told(msg.Merged, result)
+    assert not only(do.Book, result)
 
 
 # --- a newer one, duplicates ------------------------------------------------------------------------------
+
+
+def dropped(instructions: list[do.Instruction]) -> tuple[str, bytes]:
+    """Where the only contribution lies whose payload is forgotten."""
+    drop = one(do.Drop, instructions)
+    return drop.sender, drop.entry
 
 
 def test_a_newer_contribution_replaces_an_older_one_under_its_key() -> None:
     bench = Bench(make_spec(quorum=2))
     opened(bench, "a", "b")
     old, new = bench.offer("a", tokens=100), bench.offer("a", tokens=300)
-    bench.send(ev.Offered(old))
-    bench.send(ev.Fetched(old))
-    result = bench.send(ev.Offered(new))
-    assert one(ev.Drop, result).offer is old
-    assert one(ev.Consume, result).entries == (old.entry,)
-    bench.send(ev.Fetched(new))
-    order = one(ev.Merge, bench.contribute("b"))
-    assert [o.tokens for o, _ in order.parts if o.sender == "a"] == [300]
+    bench.send_offer(old)
+    bench.fetched(old)
+    result = bench.send_offer(new)
+    assert dropped(result) == ("a", old.entry)
+    assert one(do.Consume, result).entries == (old.entry,)
+    bench.fetched(new)
+    order = one(do.Merge, bench.contribute("b"))
+    assert [o.message.tokens for o, _ in order.parts if o.sender == "a"] == [300]
 
 
 def test_a_replaced_contribution_that_arrives_after_all_is_dropped() -> None:
     bench = Bench()
     opened(bench, "a")
     old, new = bench.offer("a"), bench.offer("a")
-    bench.send(ev.Offered(old))
-    bench.send(ev.Offered(new))
-    assert one(ev.Drop, bench.send(ev.Fetched(old))).offer is old
-    assert [o for o, _ in one(ev.Merge, bench.send(ev.Fetched(new))).parts] == [new]
+    bench.send_offer(old)
+    bench.send_offer(new)
+    assert dropped(bench.fetched(old)) == ("a", old.entry)
+    assert [o for o, _ in one(do.Merge, bench.fetched(new)).parts] == [new]
 
 
 def test_a_newer_one_during_the_merge_does_not_change_what_is_merged() -> None:
     bench = Bench()
     opened(bench, "a")
-    order = one(ev.Merge, bench.contribute("a"))
+    order = one(do.Merge, bench.contribute("a"))
     result = bench.contribute("a", tokens=999)
-    assert one(ev.Consume, result).reason == "this round merges an earlier one"
-    assert not only(ev.Fetch, result)
-    assert one(ev.Book, bench.merge(order)).tokens == order.parts[0][0].tokens
+    assert one(do.Consume, result).reason == "this round merges an earlier one"
+    assert not only(do.Fetch, result)
+    assert one(do.Book, bench.merge(order)).tokens == order.parts[0][0].message.tokens
 
 
 def test_a_repeat_after_the_commit_gets_the_same_answer_and_is_booked_once() -> None:
     bench = Bench()
     opened(bench, "a")
     first = bench.offer("a")
-    bench.send(ev.Offered(first))
-    bench.merge(one(ev.Merge, bench.send(ev.Fetched(first))))
+    bench.send_offer(first)
+    bench.merge(one(do.Merge, bench.fetched(first)))
     again = dataclasses.replace(first, entry=bench.entry())
-    result = bench.send(ev.Offered(again))
-    (verdict,) = one(ev.Settle, result).verdicts
-    assert (verdict.applied, verdict.tokens, verdict.base) == (True, first.tokens, 0)
-    assert one(ev.Consume, result).entries == (again.entry,)
-    assert len(only(ev.Book, bench.log)) == 1
+    result = bench.send_offer(again)
+    (verdict,) = told_one(msg.Verdicts, result).verdicts
+    assert (verdict.applied, verdict.tokens, verdict.base) == (True, first.message.tokens, 0)
+    assert one(do.Consume, result).entries == (again.entry,)
+    assert len(only(do.Book, bench.log)) == 1
 
 
 # --- not applied: late, stale, unknown, refused -----------------------------------------------------------
@@ -244,7 +269,7 @@ def committed(bench: Bench) -> None:
     """Round 1 of fragment 0 is merged from `a` alone; `b` was called and is late."""
     opened(bench, "a", "b")
     bench.contribute("a")
-    bench.merge(one(ev.Merge, bench.elapse(0.25)))
+    bench.merge(one(do.Merge, bench.elapse(0.25)))
     assert bench.state.fragments[0].version == 1
 
 
@@ -253,10 +278,10 @@ def test_who_answers_a_round_after_its_commit_is_late() -> None:
     committed(bench)
     result = bench.contribute("b", base=0, round=1, tokens=200)
     reason = "late: based on version 0, the run is at 1"
-    assert one(ev.Reject, result).reason == reason
-    booked = one(ev.Book, result)
+    assert note("rejected", result).reason == reason
+    booked = one(do.Book, result)
     assert (booked.column, booked.tokens, booked.incarnation) == ("rejected", 200, 2)
-    (verdict,) = one(ev.Settle, result).verdicts
+    (verdict,) = told_one(msg.Verdicts, result).verdicts
     assert (verdict.applied, verdict.reason) == (False, reason)
     assert bench.state.counts["contributions late"] == 1
 
@@ -265,7 +290,7 @@ def test_a_base_that_no_known_round_was_called_on_is_stale() -> None:
     bench = Bench()
     committed(bench)
     result = bench.contribute("b", base=0, round=0, tokens=200)
-    assert one(ev.Reject, result).reason == "stale: based on version 0, the run is at 1"
+    assert note("rejected", result).reason == "stale: based on version 0, the run is at 1"
     assert bench.state.counts["contributions stale"] == 1
 
 
@@ -273,81 +298,81 @@ def test_what_is_fetched_only_after_the_commit_is_late() -> None:
     bench = Bench()
     opened(bench, "a", "b")
     slow = bench.offer("b")
-    bench.send(ev.Offered(slow))
+    bench.send_offer(slow)
     bench.contribute("a")
-    bench.merge(one(ev.Merge, bench.elapse(0.25)))
-    result = bench.send(ev.Fetched(slow))
-    assert one(ev.Drop, result).offer is slow
-    assert one(ev.Reject, result).reason.startswith("late")
+    bench.merge(one(do.Merge, bench.elapse(0.25)))
+    result = bench.fetched(slow)
+    assert dropped(result) == ("b", slow.entry)
+    assert note("rejected", result).reason.startswith("late")
 
 
 def test_what_arrives_while_a_round_merges_is_rejected_by_its_commit() -> None:
     bench = Bench()
     opened(bench, "a", "b")
     bench.contribute("a")
-    order = one(ev.Merge, bench.elapse(0.25))
+    order = one(do.Merge, bench.elapse(0.25))
     late = bench.offer("b")
-    bench.send(ev.Offered(late))
-    assert not only(ev.Book, bench.send(ev.Fetched(late)))
-    commit = one(ev.Commit, bench.merge(order))
+    bench.send_offer(late)
+    assert not only(do.Book, bench.fetched(late))
+    commit = told_one(msg.Merged, bench.merge(order))
     assert [(v.incarnation, v.applied, v.reason) for v in commit.verdicts] == [
         (1, True, ""),
         (2, False, "late: the round had closed"),
     ]
-    assert bench.state.members[2].account.rejected[0] == late.tokens
+    assert bench.state.members[2].account.rejected[0] == late.message.tokens
 
 
 def test_an_unknown_base_is_refused() -> None:
     bench = Bench()
     opened(bench, "a")
     result = bench.contribute("a", base=7)
-    assert one(ev.Reject, result).reason == "unknown base: version 7 of fragment 0, the run is at 0"
-    assert not only(ev.Fetch, result)
+    assert note("rejected", result).reason == "unknown base: version 7 of fragment 0, the run is at 0"
+    assert not only(do.Fetch, result)
 
 
 def test_another_timeline_with_the_same_bits_is_the_same_base() -> None:
     bench = Bench()
     opened(bench, "a")
-    assert only(ev.Fetch, bench.contribute("a", timeline="1-other"))
+    assert only(do.Fetch, bench.contribute("a", timeline="1-other"))
     bench = Bench()
     opened(bench, "a")
     result = bench.contribute("a", timeline="1-other", base_digest=digest(1, 99))
-    assert "other bits" in one(ev.Reject, result).reason
-    assert not only(ev.Fetch, result)
+    assert "other bits" in note("rejected", result).reason
+    assert not only(do.Fetch, result)
 
 
 def test_a_base_that_is_newer_on_another_timeline_says_so() -> None:
     bench = Bench()
     opened(bench, "a")
     result = bench.contribute("a", timeline="1-other", base=7)
-    assert one(ev.Reject, result).reason == f"unknown base: timeline 1-other, the run is on {TIMELINE}"
+    assert note("rejected", result).reason == f"unknown base: timeline 1-other, the run is on {TIMELINE}"
 
 
 def test_a_base_with_other_bits_is_refused() -> None:
     bench = Bench(make_spec(quorum=2))
     opened(bench, "a", "b")
     result = bench.contribute("a", base_digest=digest(1, 99))
-    assert "other bits" in one(ev.Reject, result).reason
-    assert not only(ev.Fetch, result)
+    assert "other bits" in note("rejected", result).reason
+    assert not only(do.Fetch, result)
 
 
-def refuse(bench: Bench, name: str, reason: str = "not finite") -> list[ev.Instruction]:
+def refuse(bench: Bench, name: str, reason: str = "not finite") -> list[do.Instruction]:
     """A contribution whose payload turns out to be unusable."""
     offer = bench.offer(name)
-    bench.send(ev.Offered(offer))
-    return bench.send(ev.FetchFailed(offer, reason))
+    bench.send_offer(offer)
+    return bench.fetch_failed(offer, reason)
 
 
 def test_a_refusal_is_booked_only_by_the_commit_that_supersedes_its_base() -> None:
     bench = Bench()
     opened(bench, "a", "nan")
     result = refuse(bench, "nan")
-    assert one(ev.Reject, result).reason == "not finite"
-    assert not only(ev.Book, result)
-    order = one(ev.Merge, bench.contribute("a"))  # nobody else is waited for
+    assert note("rejected", result).reason == "not finite"
+    assert not only(do.Book, result)
+    order = one(do.Merge, bench.contribute("a"))  # nobody else is waited for
     commit = bench.merge(order)
-    assert [(b.incarnation, b.column) for b in only(ev.Book, commit)] == [(1, "applied"), (2, "rejected")]
-    assert one(ev.Commit, commit).verdicts[1].reason == "not finite"
+    assert [(b.incarnation, b.column) for b in only(do.Book, commit)] == [(1, "applied"), (2, "rejected")]
+    assert told_one(msg.Merged, commit).verdicts[1].reason == "not finite"
 
 
 def test_a_better_one_under_the_same_key_undoes_a_refusal() -> None:
@@ -355,14 +380,14 @@ def test_a_better_one_under_the_same_key_undoes_a_refusal() -> None:
     opened(bench, "a", "nan")
     refuse(bench, "nan")
     bench.contribute("nan")
-    commit = bench.merge(one(ev.Merge, bench.contribute("a")))
-    assert [b.column for b in only(ev.Book, commit)] == ["applied", "applied"]
+    commit = bench.merge(one(do.Merge, bench.contribute("a")))
+    assert [b.column for b in only(do.Book, commit)] == ["applied", "applied"]
 
 
 def test_when_every_answer_was_refused_the_round_is_abandoned() -> None:
     bench = Bench()
     opened(bench, "nan")
-    assert one(ev.Abandon, refuse(bench, "nan")).reason == "nobody left who was called"
+    assert told_one(msg.Abandoned, refuse(bench, "nan")).reason == "nobody left who was called"
 
 
 def test_a_refusal_in_an_earlier_round_does_not_answer_the_next_one() -> None:
@@ -371,23 +396,23 @@ def test_a_refusal_in_an_earlier_round_does_not_answer_the_next_one() -> None:
     bench.steps(nan=2)
     refuse(bench, "nan")
     result = bench.steps(nan=2)
-    assert one(ev.OpenRound, result).called == (1,)
-    assert not only(ev.Abandon, result), "it was asked again and may answer"
-    assert only(ev.Merge, bench.contribute("nan"))
+    assert told_one(msg.Call, result).called == [1]
+    assert not told(msg.Abandoned, result), "it was asked again and may answer"
+    assert only(do.Merge, bench.contribute("nan"))
 
 
 def test_a_payload_that_is_gone_is_asked_for_again_and_not_counted() -> None:
     bench = Bench()
     opened(bench, "a")
     offer = bench.offer("a")
-    bench.send(ev.Offered(offer))
-    result = bench.send(ev.FetchFailed(offer, "chunk 0 expired", gone=True))
-    again = one(ev.AskAgain, result)
+    bench.send_offer(offer)
+    result = bench.fetch_failed(offer, "chunk 0 expired", gone=True)
+    again = told_one(msg.Resend, result)
     assert (again.incarnation, again.fragment, again.base) == (1, 0, 0)
-    assert one(ev.Consume, result).entries == (offer.entry,)
-    assert not only(ev.Reject, result)
+    assert one(do.Consume, result).entries == (offer.entry,)
+    assert not notes("rejected", result)
     assert set(bench.state.rounds) == {1}, "the round goes on waiting"
-    assert only(ev.Merge, bench.contribute("a"))
+    assert only(do.Merge, bench.contribute("a"))
 
 
 def test_a_contribution_nobody_called_for_is_welcome_while_its_base_stands() -> None:
@@ -395,7 +420,7 @@ def test_a_contribution_nobody_called_for_is_welcome_while_its_base_stands() -> 
     opened(bench, "a")
     bench.join("uncalled")
     bench.contribute("uncalled")
-    assert len(one(ev.Merge, bench.contribute("a")).parts) == 2
+    assert len(one(do.Merge, bench.contribute("a")).parts) == 2
 
 
 def test_an_evaluator_cannot_contribute() -> None:
@@ -403,16 +428,16 @@ def test_an_evaluator_cannot_contribute() -> None:
     bench.join("eval", role="evaluator")
     result = bench.contribute("eval")
     assert notes("refused", result)
-    assert len(only(ev.Consume, result)) == 1
-    assert not only(ev.Fetch, result)
+    assert len(only(do.Consume, result)) == 1
+    assert not only(do.Fetch, result)
 
 
 def test_a_fragment_that_does_not_exist_is_refused() -> None:
     bench = Bench()
     bench.worker("a")
-    result = bench.send(ev.Offered(dataclasses.replace(bench.offer("a"), fragment=99)))
+    result = bench.send_offer(bench.offer("a", fragment=99))
     assert notes("refused", result)
-    assert not only(ev.Fetch, result)
+    assert not only(do.Fetch, result)
 
 
 # --- the called shrink ------------------------------------------------------------------------------------
@@ -422,28 +447,29 @@ def test_who_declines_is_no_longer_waited_for() -> None:
     bench = Bench()
     opened(bench, "a", "b")
     bench.contribute("a")
-    b = bench.puppets["b"]
-    entry = bench.entry()
-    result = bench.send(ev.Declined("b", b.incarnation, 0, 1, "holds version -1", entry))
+    entry, b = bench.entry(), bench.puppets["b"]
+    decline = msg.Decline(incarnation=b.incarnation, fragment=0, round=1, reason="holds version -1")
+    result = bench.say("b", decline, entry)
     assert notes("declined", result)[0].reason == "b declined round 1: holds version -1"
-    assert one(ev.Consume, result).entries == (entry,)
-    assert one(ev.Merge, result).reason.endswith("1 of 1")
+    assert one(do.Consume, result).entries == (entry,)
+    assert one(do.Merge, result).reason.endswith("1 of 1")
 
 
 def test_nobody_can_decline_for_another() -> None:
     bench = Bench()
     opened(bench, "a", "b")
     bench.contribute("a")
-    result = bench.send(ev.Declined("a", bench.puppets["b"].incarnation, 0, 1, "", bench.entry()))
-    assert not only(ev.Merge, result)
+    decline = msg.Decline(incarnation=bench.puppets["b"].incarnation, fragment=0, round=1, reason="")
+    result = bench.say("a", decline)
+    assert not only(do.Merge, result)
 
 
 def test_who_leaves_is_no_longer_waited_for() -> None:
     bench = Bench()
     opened(bench, "a", "b")
     bench.contribute("a")
-    result = bench.send(ev.Left("b", bench.puppets["b"].incarnation, "", bench.entry()))
-    assert one(ev.Merge, result).reason.startswith("all arrived")
+    result = bench.leave("b")
+    assert one(do.Merge, result).reason.startswith("all arrived")
 
 
 def test_who_expires_is_no_longer_waited_for() -> None:
@@ -453,7 +479,7 @@ def test_who_expires_is_no_longer_waited_for() -> None:
     bench.puppets["c"].silent = True
     bench.contribute("b")
     bench.state.averages.step_s = None
-    assert one(ev.Merge, bench.elapse(3.0)).reason.startswith(("all arrived", "grace expired"))
+    assert one(do.Merge, bench.elapse(3.0)).reason.startswith(("all arrived", "grace expired"))
 
 
 def test_the_departure_of_a_silent_member_closes_a_round_of_all() -> None:
@@ -461,15 +487,15 @@ def test_the_departure_of_a_silent_member_closes_a_round_of_all() -> None:
     opened(bench, "a", "silent")
     bench.contribute("a")
     bench.puppets["silent"].silent = True
-    order = one(ev.Merge, bench.elapse(3.0))
+    order = one(do.Merge, bench.elapse(3.0))
     assert order.reason.endswith("1 of 1")
 
 
 def test_a_round_nobody_is_left_for_is_abandoned() -> None:
     bench = Bench()
     opened(bench, "a")
-    result = bench.send(ev.Left("a", 1, "", bench.entry()))
-    assert one(ev.Abandon, result).reason == "nobody left who was called"
+    result = bench.leave("a")
+    assert told_one(msg.Abandoned, result).reason == "nobody left who was called"
 
 
 # --- merge and commit -------------------------------------------------------------------------------------
@@ -483,41 +509,43 @@ def test_parts_are_in_the_order_of_names_whoever_came_first(order: tuple[str, ..
     bench.steps(a=2, b=2, c=2)
     for name in order[:-1]:
         bench.contribute(name)
-    merge = one(ev.Merge, bench.contribute(order[-1]))
+    merge = one(do.Merge, bench.contribute(order[-1]))
     assert [offer.sender for offer, _ in merge.parts] == ["a", "b", "c"]
 
 
 def test_weights_are_tokens_times_tokens_per_step() -> None:
     bench = Bench()
     opened(bench, "a")
-    order = one(ev.Merge, bench.contribute("a", tokens=600, steps=3))
+    order = one(do.Merge, bench.contribute("a", tokens=600, steps=3))
     assert [weight for _, weight in order.parts] == [600 * 600 / 3]
-    assert one(ev.Commit, bench.merge(order)).weights == ((1, 600, 3, 120_000.0),)
+    result = bench.merge(order)
+    [tell] = [tell for tell in only(do.Tell, result) if isinstance(tell.message, msg.Merged)]
+    assert tell.details == {"weights": [[1, 600, 3, 120_000.0]]}
 
 
 def test_global_tokens_are_weighted_by_parameters() -> None:
     bench = Bench(sizes=(30, 10))
     bench.worker("a")
+    bench.steps(a=3)
+    first = bench.merge(one(do.Merge, bench.contribute("a", tokens=400)))
+    assert told_one(msg.Merged, first).tokens == 300, "400 tokens trained three quarters of the parameters"
     bench.steps(a=2)
-    first = bench.merge(one(ev.Merge, bench.contribute("a", tokens=400)))
-    assert one(ev.Commit, first).tokens == 300, "400 tokens trained three quarters of the parameters"
-    bench.steps(a=2)
-    second = bench.merge(one(ev.Merge, bench.contribute("a", 1, tokens=400)))
-    assert one(ev.Commit, second).tokens == 400
+    second = bench.merge(one(do.Merge, bench.contribute("a", 1, tokens=400)))
+    assert told_one(msg.Merged, second).tokens == 400
 
 
 def test_a_commit_consumes_what_it_applied() -> None:
     bench = Bench()
     opened(bench, "a")
     offer = bench.offer("a")
-    bench.send(ev.Offered(offer))
-    order = one(ev.Merge, bench.send(ev.Fetched(offer)))
-    assert not [c for c in only(ev.Consume, bench.log) if offer.entry in c.entries], "the inbox is the pending set"
-    assert [c.entries for c in only(ev.Consume, bench.merge(order))] == [(offer.entry,)]
+    bench.send_offer(offer)
+    order = one(do.Merge, bench.fetched(offer))
+    assert not [c for c in only(do.Consume, bench.log) if offer.entry in c.entries], "the inbox is the pending set"
+    assert [c.entries for c in only(do.Consume, bench.merge(order))] == [(offer.entry,)]
 
 
 def test_a_merge_nobody_ordered_is_ignored() -> None:
     bench = Bench()
     opened(bench, "a")
-    assert bench.send(ev.Merged(1, b"x" * 32)) == []
-    assert bench.send(ev.Merged(99, b"x" * 32)) == []
+    assert bench.send(ev.Merged(1, claim("_"))) == []
+    assert bench.send(ev.Merged(99, claim("_"))) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.orchestrator.grace import Averages, average, deadline_s, grace_s, slack_s
+from anabranch.orchestrator.core.grace import Averages, average, deadline_s, grace_s, slack_s
 
 
 def test_the_first_value_of_an_average_counts_whole() -> None:

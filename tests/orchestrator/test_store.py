@@ -8,12 +8,13 @@ import pytest
 
 from anabranch.errors import SpecError
 from anabranch.orchestrator import store
-from anabranch.orchestrator.state import dump_core
+from anabranch.orchestrator.core.record import core_record
 from anabranch.queue.connection import connect
 from anabranch.queue.keys import Keys
+from anabranch.queue.messages import unpack
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import bench, make_spec
 from tests.wait import wait_until
 
@@ -23,9 +24,9 @@ QUICK = Pace(step_s=0.003)
 async def test_a_run_that_is_not_there_is_begun(run_url: str, run_name: str) -> None:
     redis = connect(RunUrl.parse(run_url), name="test")
     stored = await store.read_stored(redis, Keys(run_name), None, "aa", 0.0)
-    core, record = stored.core, stored.record
+    state, record = stored.state, stored.record
     await redis.aclose()
-    assert not core.state.born
+    assert not state.born
     assert record.spec == RunSpec(name=run_name)
     assert record.layout is None
 
@@ -36,18 +37,19 @@ async def test_what_is_stored_is_loaded_again(run_url: str, run_name: str) -> No
         await run.reach(2)
         await run.settle()
         stored = await store.read_stored(run.redis, run.keys, None, "ignored", 100.0)
-        core, record = stored.core, stored.record
+        state, record = stored.state, stored.record
         assert record.spec == run.state.spec
-        ours, theirs = dump_core(core.state, 100.0), dump_core(run.state, run.synchronizer.clock.now)
-        volatile = {"averages", "counts", "rounds"}
+        ours = unpack(core_record(state, 100.0))["state"]
+        theirs = unpack(core_record(run.state, run.synchronizer.clock.now))["state"]
+        volatile = {"averages", "counts", "rounds", "interval_at"}
         assert {k: v for k, v in ours.items() if k not in volatile} == {
             k: v for k, v in theirs.items() if k not in volatile
         }
         for incarnation, member in run.state.members.items():
-            loaded = core.state.members[incarnation]
+            loaded = state.members[incarnation]
             assert loaded.account == member.account
             assert loaded.outcomes == member.outcomes
-            assert (loaded.name, loaded.nonce, loaded.role) == (member.name, member.nonce, member.role)
+            assert loaded.register == member.register
 
 
 async def test_the_ledger_in_redis_is_what_was_booked(run_url: str, run_name: str) -> None:
@@ -79,7 +81,7 @@ async def test_books_of_the_departed_are_added_up(run_url: str, run_name: str) -
         fields: Any = await run.redis.hkeys(run.keys.ledger)
         assert not [key for key in fields if key.startswith(f"{departed.incarnation}:".encode())]
         again = await store.read_stored(run.redis, run.keys, None, "x", 0.0)
-        assert again.core.state.departed_books == run.state.departed_books
+        assert again.state.departed_books == run.state.departed_books
         assert any(map(any, run.state.departed_books))
 
 
@@ -103,7 +105,7 @@ async def test_settings_that_may_change_are_no_difference(run_url: str, run_name
     async with bench(run_url, make_spec(run_name)) as run:
         other = make_spec(run_name, rounds={"quorum": 5, "inner_steps": 99})
         stored = await store.read_stored(run.redis, run.keys, other, "aa", 0.0)
-        assert stored.core.state.spec.rounds.quorum == 1, "the stored ones are in force"
+        assert stored.state.spec.rounds.quorum == 1, "the stored ones are in force"
 
 
 async def test_old_blobs_run_out_and_current_ones_stay(run_url: str, run_name: str) -> None:

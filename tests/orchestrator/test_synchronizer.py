@@ -23,7 +23,7 @@ from anabranch.queue.connection import connect
 from anabranch.queue.control import send_command
 from anabranch.queue.scripts import FencedWriter
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
@@ -342,9 +342,9 @@ async def test_streams_and_books_of_the_departed_are_cleared_away(run_url: str, 
             )
 
         await wait_until(cleared, "nothing of them is left")
-        term = run.synchronizer.term
-        assert term is not None
-        senders = term._inboxes._senders
+        leading = run.synchronizer.leading
+        assert leading is not None
+        senders = leading._listening._inboxes._senders
         assert len(senders) == 3, "only `control` and the streams of who is here are read"
 
 

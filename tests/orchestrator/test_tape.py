@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from anabranch.orchestrator.tape import FILE_NAME, Tape
+import pytest
+
+from anabranch.orchestrator.core import instructions as do
+from anabranch.orchestrator.tape import FILE_NAME, Tape, plain, tape_event
+from anabranch.queue import messages as msg
+from tests.orchestrator.bench import Bench, claim, make_spec, one
+from tests.orchestrator.test_scribe import MESSAGES
 
 
 def lines(directory: Path) -> list[object]:
@@ -73,3 +79,78 @@ def test_closing_twice_does_no_harm(tmp_path: Path) -> None:
     tape = Tape(tmp_path)
     tape.close()
     tape.close()
+
+
+# --- from instructions to events --------------------------------------------------------------------------
+
+
+def test_an_event_of_the_tape_says_what_and_why() -> None:
+    said = msg.Abandoned(round=3, fragment=1, base=4, reason="quorum 1/2")
+    assert tape_event(do.Tell("quorum 1/2", said, "abandoned")) == {
+        "kind": "abandoned",
+        "reason": "quorum 1/2",
+        "round": 3,
+        "fragment": 1,
+        "base": 4,
+    }
+
+
+def test_an_event_has_the_whole_reason_though_members_get_a_short_one() -> None:
+    said = msg.Abandoned(round=3, fragment=1, base=4, reason="x" * 160)
+    event = tape_event(do.Tell("x" * 1000, said, "abandoned"))
+    assert event is not None
+    assert len(event["reason"]) == 1000
+
+
+def test_a_note_keeps_its_own_kind() -> None:
+    assert tape_event(do.Note("a is back", "back", {"name": "a"})) == {
+        "kind": "back",
+        "reason": "a is back",
+        "name": "a",
+    }
+
+
+def test_mechanics_are_not_on_the_tape() -> None:
+    leases = msg.Leases(incarnation=7, timeline="0-x")
+    for instruction in (
+        do.SetTimer("", "sweep", 0.5),
+        do.Consume("", "a", ()),
+        do.Merge("", 1, 0, 0, ()),
+        do.Tell("asked for", leases),
+    ):
+        assert tape_event(instruction) is None
+
+
+INSTRUCTIONS: list[do.Instruction] = [
+    *(do.Tell("why", message, message.type) for message in MESSAGES),
+    do.Birth("", "0-x"),
+    do.NewTimeline("", "1-x", 1000),
+    do.CloseBooks("closed", 7, "a", 5, ((10, 0, 2), (0, 3, 0)), True),
+    do.Note("", "refused", {"incarnation": 7}),
+    do.Checkpoint(""),
+]
+
+
+@pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda value: type(value).__name__)
+def test_every_event_of_the_tape_is_plain_data(instruction: do.Instruction) -> None:
+    event = tape_event(instruction)
+    assert event is not None
+    assert msg.unpack(msg.pack(event)) == event
+    assert json.loads(json.dumps(event)) == event
+
+
+def test_where_a_payload_lies_is_not_on_the_tape() -> None:
+    assert plain({"a": claim("a"), "b": (b"\x01", [claim("a").digest])}) == {"b": ["01", [(b"d" * 32).hex()]]}
+
+
+def test_the_story_of_a_round_reads_off_the_tape() -> None:
+    bench = Bench(make_spec(quorum=2))
+    bench.worker("a")
+    bench.worker("b")
+    bench.steps(a=2, b=2)
+    bench.contribute("a")
+    bench.merge(one(do.Merge, bench.contribute("b")))
+    tape = [event for i in bench.log if (event := tape_event(i)) is not None]
+    assert [event["kind"] for event in tape] == ["born", "joined", "joined", "opened", "merged"]
+    assert tape[-1]["reason"] == "all arrived after 0.00 s: 2 of 2"
+    assert tape[-1]["weights"] == [[1, 300, 3, 30000.0], [2, 300, 3, 30000.0]]

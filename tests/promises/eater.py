@@ -16,7 +16,7 @@ from anabranch.loops import run_async
 from anabranch.queue._watchdog import _die_with_parent
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices
-from anabranch.workers.synthetic import Pace, SharedItems, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SharedItems, SyntheticWorker
 
 
 def main(url: str, name: str, items: str, batch: str, folder: str) -> None:

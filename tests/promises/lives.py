@@ -28,17 +28,26 @@ from anabranch.merge.average import MergeRules, merge_fragment
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.merge.weights import token_weight
 from anabranch.model import Float32
-from anabranch.orchestrator.ledger import COLUMNS
+from anabranch.orchestrator.core.ledger import COLUMNS
 from anabranch.queue import messages
 from anabranch.queue.connection import connect
-from anabranch.queue.keys import Keys, fragment_field
-from anabranch.queue.records import unpack_fragment
+from anabranch.queue.keys import Keys
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
-from anabranch.workers.client import Client
-from anabranch.workers.learner import Refusal
-from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions, SyntheticWorker
-from tests.harness import ScriptedStore, make_spec, scripted
+from anabranch.workers.member.client import Client
+from anabranch.workers.member.incarnation import Incarnation
+from anabranch.workers.member.learner import Refusal
+from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticOptions, SyntheticWorker
+from tests.harness import (
+    ScriptedStore,
+    change_line,
+    each_life,
+    life_of,
+    make_spec,
+    scripted,
+    stored_claims,
+    stored_core,
+)
 from tests.promises.zygote import LOG_NAME
 from tests.wait import PATIENCE_S, wait_until
 
@@ -95,25 +104,29 @@ def _stand_still(store: NumpyStore, step: int) -> float | None:
 
 def _follow(client: Client, script: Script) -> None:
     """Make what is sent independent of how many steps were made meanwhile and of who was called with us."""
-    post, hear = client._post, client._for_learner
+    post = client.line.post
     tokens = script.tokens(client.identity.name)
 
-    async def post_as_scripted(message: messages.Message) -> None:
+    async def post_as_scripted(message: messages.Message, schema: int) -> None:
         if isinstance(message, messages.Contribution):
             message = message.model_copy(update={"tokens": tokens, "steps": 1})
-        await post(message)
+        await post(message, schema)
 
-    def hear_as_scripted(call: messages.Call) -> None:
-        everybody = len(call.called) == len(script.names)
-        if client.incarnation in call.called and not (everybody and call.base < script.last):
-            assert client.learner is not None
-            reason = "the script says no more" if everybody else "not everybody is called"
-            client.submit(client.learner, Refusal(call, reason))
-        else:
-            hear(call)
+    def hears_as_scripted(life: Incarnation) -> None:
+        hear = life._hear_call
 
-    client._post = post_as_scripted  # type: ignore[method-assign]
-    client._for_learner = hear_as_scripted  # type: ignore[method-assign]
+        def hear_as_scripted(call: messages.Call) -> None:
+            everybody = len(call.called) == len(script.names)
+            if life.number in call.called and not (everybody and call.base < script.last):
+                reason = "the script says no more" if everybody else "not everybody is called"
+                life.outbox.submit(Refusal(call, reason))
+            else:
+                hear(call)
+
+        life._hear_call = hear_as_scripted  # type: ignore[method-assign]
+
+    change_line(client, "post", post_as_scripted)
+    each_life(client, hears_as_scripted)
 
 
 @asynccontextmanager
@@ -176,8 +189,7 @@ class Stored:
     keys: Keys
 
     async def core(self) -> dict[str, Any] | None:
-        data: Any = await self.redis.hget(self.keys.state, "core")
-        return messages.unpack(data) if data is not None else None
+        return await stored_core(self.redis, self.keys)
 
     async def count(self, what: str) -> int:
         core = await self.core()
@@ -195,8 +207,7 @@ class Stored:
     async def bits(self) -> list[Bits]:
         found = []
         for index in range(len(await self.versions())):
-            record: Any = await self.redis.hget(self.keys.state, fragment_field(index))
-            theta, momentum = unpack_fragment(record)
+            theta, momentum = await stored_claims(self.redis, self.keys, index)
             found.append((await self._sha256(theta), await self._sha256(momentum)))
         return found
 
@@ -271,8 +282,7 @@ def imbalances(booked: dict[tuple[int, int, str], int], workers: dict[str, Synth
     """Where a worker's own count of tokens with an outcome is not what the synchronizer booked."""
     found = []
     for name, worker in workers.items():
-        assert worker.client.learner is not None
-        report = worker.client.learner.books.report()
+        report = life_of(worker.client).books.report()
         for fragment in range(FRAGMENTS):
             settled = report["processed"] - report["discarded"][fragment] - report["pending"][fragment]
             theirs = sum(booked.get((worker.client.incarnation, fragment, column), 0) for column in COLUMNS)
@@ -296,10 +306,9 @@ async def adopted_by_all(workers: dict[str, SyntheticWorker], version: int) -> N
     """Wait until every worker holds this version of every fragment, and so knows every outcome before it."""
 
     def adopted() -> bool:
-        learners = [worker.client.learner for worker in workers.values()]
+        lives = [worker.client.life for worker in workers.values()]
         return all(
-            learner is not None and all(learner.books.version(p) >= version for p in range(FRAGMENTS))
-            for learner in learners
+            life is not None and all(life.books.version(p) >= version for p in range(FRAGMENTS)) for life in lives
         )
 
     await wait_until(adopted, f"every worker has adopted version {version}")

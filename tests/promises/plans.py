@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from anabranch.spec import RunSpec
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import make_spec
 
 LEASE_S = 0.4

@@ -26,15 +26,18 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from anabranch.errors import MemberRefused, ServerUnreachable
-from anabranch.orchestrator.ledger import COLUMNS
+from anabranch.orchestrator.core.ledger import COLUMNS
+from anabranch.orchestrator.core.record import core_record
+from anabranch.orchestrator.journal import segments
 from anabranch.orchestrator.tape import FILE_NAME
 from anabranch.queue import messages
 from anabranch.queue.connection import connect
 from anabranch.queue.embedded import EmbeddedServer
 from anabranch.queue.keys import SYNCHRONIZER, Keys
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import SyntheticWorker
-from tests.harness import Bench, bench
+from anabranch.simulate.replay import replay_decisions
+from anabranch.workers.member.synthetic import SyntheticWorker
+from tests.harness import Bench, bench, life_of, stored_core
 from tests.promises.lives import Life, Zygote, last_words
 from tests.promises.plans import LEASE_S, PACES, Plan
 from tests.promises.watch import Broken, Watch, escaped, orphans
@@ -145,9 +148,8 @@ class Storm:
         entries: Any = await self.redis.xrevrange(self.keys.tape, count=150)
         for _, fields in reversed(entries):
             self.watch.event(messages.unpack(fields[b"e"]))
-        data: Any = await self.redis.hget(self.keys.state, "core")
-        if data is not None:
-            self.watch.core(messages.unpack(data))
+        if (core := await stored_core(self.redis, self.keys)) is not None:
+            self.watch.core(core)
 
     def _tend(self) -> None:
         self.mother.listen()
@@ -396,6 +398,8 @@ class Storm:
             assert not found, f"blobs that nobody names never run out: {found[:4]}"
         for place in self.places:
             self._read_tape_file(place.directory)
+            again = await asyncio.to_thread(replay_decisions, segments(place.directory))
+            assert again.difference is None, f"{place.directory.name} decides otherwise now: {again.difference}"
         self.check()
         assert not self.watch.gaps(), self.watch.gaps()
 
@@ -417,15 +421,14 @@ class Storm:
             await wait_until(agree, "books agree")
         except AssertionError as error:
             raise Broken(f"{error}: {await self._imbalances(run)}") from None
-        self.watch.core(run.synchronizer.core.dump_all(0.0)[0])  # type: ignore[union-attr]
+        self.watch.core(messages.unpack(core_record(run.state, 0.0))["state"])
         assert run.state.counts.get("ledger mismatches", 0) == 0
 
     async def _imbalances(self, run: Bench) -> list[str]:
         raw: dict[Any, Any] = await run.redis.hgetall(run.keys.ledger)
         found = []
         for name, worker in self.workers.items():
-            assert worker.client.learner is not None
-            report = worker.client.learner.books.report()
+            report = life_of(worker.client).books.report()
             for fragment in range(self.spec.rounds.fragments):
                 settled = report["processed"] - report["discarded"][fragment] - report["pending"][fragment]
                 fields = [f"{worker.client.incarnation}:{fragment}:{column}".encode() for column in COLUMNS]

@@ -7,7 +7,7 @@ import sys
 
 from anabranch.loops import run_async
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticWorker
 
 
 def main(url: str, name: str, seed: str) -> None:

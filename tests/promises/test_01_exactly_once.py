@@ -24,7 +24,7 @@ from anabranch.queue.control import send_command
 from anabranch.queue.scripts import FencedWriter, Transaction, Written
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.harness import bench
 from tests.promises import lives
 from tests.promises.lives import Script, Stored, Zygote, scripted_spec, scripted_workers, stored_run
@@ -56,7 +56,7 @@ def mother() -> Iterator[Zygote]:
 @pytest.fixture(autouse=True)
 def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds follow reports: ten a second would make most of the time of these tests."""
-    monkeypatch.setattr("anabranch.workers.heart.LEAST_S", 0.02)
+    monkeypatch.setattr("anabranch.workers.member.heart.LEAST_S", 0.02)
 
 
 def test_every_point_of_the_synchronizer_is_killed_at() -> None:

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from anabranch.errors import Fenced
-from anabranch.orchestrator import events as ev
-from anabranch.orchestrator.store import Scribe
+from anabranch.orchestrator.core import instructions as do
+from anabranch.orchestrator.core.port import Batch
+from anabranch.orchestrator.scribe import Scribe
 from anabranch.orchestrator.synchronizer import Synchronizer
+from anabranch.queue import messages as msg
 from anabranch.queue.connection import connect
 from anabranch.queue.scripts import FencedWriter
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.harness import Bench, bench, make_spec
 from tests.promises import lives
 from tests.promises.lives import Life, Script, Stored, Zygote, scripted_spec, scripted_workers, stored_run, zygote
@@ -104,25 +106,27 @@ async def test_nobody_is_thought_dead_after_a_stall_without_a_standby(
                 await mother.kill(life)
 
 
-def every_write(run: Bench) -> dict[str, list[ev.Instruction]]:
+def every_write(run: Bench) -> dict[str, list[do.Instruction]]:
     """One batch of each kind that a leader stores."""
     state = run.state
     member = next(iter(state.members.values()))
-    digest = state.fragments[0].digest
+    base = state.fragments[0].version
+    call = msg.Call(round=99, fragment=0, timeline=state.timeline, base=base, called=[member.incarnation])
     return {
-        "call": [ev.OpenRound("due", 99, 0, state.timeline, state.fragments[0].version, (member.incarnation,))],
+        "call": [do.Tell("due", call)],
         "reject": [
-            ev.Consume("refused", member.name, (b"1-1",)),
-            ev.Reject("stale", member.incarnation, member.name, 0, 0, 64),
-            ev.Book("stale", member.incarnation, 0, "rejected", 64),
+            do.Consume("refused", member.name, (b"1-1",)),
+            do.Note("stale", "rejected"),
+            do.Book("stale", member.incarnation, 0, "rejected", 64),
         ],
-        "abandon": [ev.Abandon("quorum 0/1", 99, 0, 0)],
-        "clean-up": [ev.Close("closed", member.incarnation, member.name, 0, ((0, 0, 0), (0, 0, 0)), True)],
-        "welcome": [ev.Welcome("joined", "x", bytes(16), 77, "worker")],
-        "setting": [ev.ChangeSetting("rounds.quorum = 9", "rounds.quorum", 9)],
-        "timeline": [ev.NewTimeline("lost", "9-x")],
-        "stop": [ev.Announce("stopped", "stop")],
-        "commit": [ev.Commit("all arrived", 99, 0, state.timeline, 1, "all arrived", (), (), 0)] if digest else [],
+        "abandon": [do.Tell("quorum 0/1", msg.Abandoned(round=99, fragment=0, base=0, reason="quorum 0/1"))],
+        "clean-up": [do.CloseBooks("closed", member.incarnation, member.name, 0, ((0, 0, 0), (0, 0, 0)), True)],
+        "welcome": [do.Tell("joined", msg.Welcome(name="x", nonce=bytes(16), incarnation=77), "joined")],
+        "setting": [do.Tell("rounds.quorum = 9", msg.Setting(key="rounds.quorum", value=9), "set")],
+        "timeline": [do.NewTimeline("lost", "9-x", 1_000_000)],
+        "stop": [do.Tell("stopped", msg.Stop(reason="stopped"))],
+        "commit": [do.Commit("all arrived", 99, 0, 1)],
+        "nothing but figures": [],
     }
 
 
@@ -131,21 +135,19 @@ async def test_every_write_of_an_old_epoch_is_refused_inside_redis(run_url: str,
         run.add("w", Pace(step_s=0.003))
         await run.reach(1)
         await run.settle()
-        term, vault, core = run.synchronizer.term, run.synchronizer.vault, run.synchronizer.core
-        assert term is not None
-        assert vault is not None
-        assert core is not None
+        leading = run.synchronizer.leading
+        assert leading is not None
+        vault, context = leading.vault, leading._context
         vault.prepared[99] = await vault.upload(vault.versions[0].theta, vault.versions[0].momentum)
-        record = term._scribe._record
-        scribe = Scribe(run.keys, core, vault, run.synchronizer.tape, record)
+        scribe = Scribe(run.keys, leading.core, vault, run.synchronizer.tape, leading._scribe._run)
         old = FencedWriter(run.redis, run.keys, run.synchronizer.owner)
-        old.epoch, old._number = term._writer.epoch, term._writer._number
+        old.epoch, old._number = context.writer.epoch, context.writer._number
         redis = connect(RunUrl.parse(run_url), name="usurper")
         await redis.delete(run.keys.lease)
         await FencedWriter(redis, run.keys, "usurper").acquire(60.0)
         before = await everything(redis, run)
-        for what, batch in every_write(run).items():
-            transaction, _ = scribe.compose(batch, 0.0, everything=True)
+        for what, instructions in every_write(run).items():
+            transaction, _ = scribe.describe(Batch(1, tuple(instructions), True, True), 0.0)
             assert transaction, what
             with pytest.raises(Fenced, match="held by 2:usurper"):
                 await old.write(transaction)

@@ -16,10 +16,11 @@ from anabranch.queue.embedded import EmbeddedServer
 from anabranch.queue.messages import Claim, Contribution, Message
 from anabranch.queue.scripts import chunk_keys
 from anabranch.queue.url import RunUrl
-from anabranch.workers.learner import NewVersion
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.incarnation import Incarnation
+from anabranch.workers.member.learner import NewVersion
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.conftest import ServerFactory
-from tests.harness import Bench, bench, make_spec
+from tests.harness import Bench, bench, each_life, make_spec
 from tests.promises import lives
 from tests.promises.lives import Script, Stored, Zygote, scripted_spec, scripted_workers, stored_run, zygote
 from tests.wait import wait_until
@@ -87,15 +88,18 @@ class Witness:
         self.broken: list[tuple[str, int, int]] = []
 
     def watch(self, worker: SyntheticWorker) -> None:
-        deliver = worker.client._deliver
+        def watched(life: Incarnation) -> None:
+            offer = life.learner.offer
 
-        def note(version: NewVersion) -> None:
-            name = (version.timeline, version.fragment, version.version)
-            if self.seen.setdefault(name, version.digest) != version.digest:
-                self.broken.append(name)
-            deliver(version)
+            def note(version: NewVersion) -> None:
+                name = (version.timeline, version.fragment, version.version)
+                if self.seen.setdefault(name, version.digest) != version.digest:
+                    self.broken.append(name)
+                offer(version)
 
-        worker.client._deliver = note  # type: ignore[method-assign]
+            life.learner.offer = note  # type: ignore[method-assign]
+
+        each_life(worker.client, watched)
 
 
 def cut_short(server: EmbeddedServer, generator: random.Random) -> int:
@@ -255,12 +259,9 @@ async def test_a_payload_that_ran_out_is_asked_for_again(run_url: str, run_name:
 
 def _lose_first_upload(worker: SyntheticWorker, lose: Callable[[Claim], Awaitable[None]], lost: list[Claim]) -> None:
     """The first payload of a contribution is gone before its message is sent."""
-    open_outbox = worker.client._open_outbox
 
-    def opened() -> None:
-        open_outbox()
-        outbox = worker.client._outbox
-        assert outbox is not None
+    def loses(life: Incarnation) -> None:
+        outbox = life.outbox
         post = outbox._post
 
         async def post_without_payload(message: Message) -> None:
@@ -270,7 +271,7 @@ def _lose_first_upload(worker: SyntheticWorker, lose: Callable[[Claim], Awaitabl
 
         outbox._post = post_without_payload
 
-    worker.client._open_outbox = opened  # type: ignore[method-assign]
+    each_life(worker.client, loses)
 
 
 # --- no room ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from anabranch.checkpoints.reading import MOMENTUM, THETA, Restored, read_checkp
 from anabranch.faults import armed
 from anabranch.orchestrator.checkpoint import Checkpoints
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.harness import Bench, bench, forget_run, make_spec, process
 from tests.saved import delete, entries, flip, manifest_of, memory_url, names, read_bytes, save, write_bytes
 from tests.wait import wait_until

@@ -23,7 +23,7 @@ from anabranch.model import Float32
 from anabranch.orchestrator.tape import FILE_NAME
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
-from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions
+from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticOptions
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
 

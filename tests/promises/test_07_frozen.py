@@ -21,7 +21,7 @@ import pytest
 
 from anabranch.queue.streams import last_id, order
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.harness import Bench, bench, make_spec, process
 from tests.wait import wait_until
 
@@ -208,8 +208,8 @@ async def hours_pass(run: Bench, name: str) -> None:
 async def test_a_laptop_that_slept_takes_part_again(
     run_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch, heartbeat_s: float
 ) -> None:
-    monkeypatch.setattr("anabranch.workers.client.REPLY_S", 1.5)  # above the longest blocking read
-    monkeypatch.setattr("anabranch.workers.outbox.REPLY_S", 1.5)
+    monkeypatch.setattr("anabranch.workers.member.line.REPLY_S", 1.5)  # above the longest blocking read
+    monkeypatch.setattr("anabranch.workers.member.outbox.REPLY_S", 1.5)
     monkeypatch.setattr("anabranch.queue.blobs._CHUNK_S", 3.0)
     spec = make_spec(
         run_name, rounds={"quorum": 1}, limits={"broadcast_length": 100}, workers={"heartbeat_s": heartbeat_s}

@@ -27,7 +27,7 @@ from anabranch.loops import run_async
 from anabranch.queue.keys import Keys
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec
 from tests.promises.results import progress, write_results
@@ -72,7 +72,7 @@ def flat_spec(run: str) -> RunSpec:
 @pytest.fixture(autouse=True)
 def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds follow reports."""
-    monkeypatch.setattr("anabranch.workers.heart.LEAST_S", 0.02)
+    monkeypatch.setattr("anabranch.workers.member.heart.LEAST_S", 0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,12 @@ import pytest
 from redis.asyncio import Redis
 
 from anabranch.checkpoints.reading import read_checkpoint
-from anabranch.queue import messages
 from anabranch.queue.connection import connect
 from anabranch.queue.keys import Keys
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.conftest import ServerFactory
-from tests.harness import Bench, bench, make_spec, process
+from tests.harness import Bench, bench, make_spec, process, stored_core
 from tests.promises.long_step import LONG_S, QUICK_STEPS, TOKENS
 from tests.wait import PATIENCE_S, wait_until
 
@@ -76,8 +75,9 @@ async def leaves_in_a_pause(run: Bench, run_url: str, name: str) -> int:
         worker.send_signal(signal.SIGTERM)
         await ends_with(worker, 0)
     await wait_until(lambda: any(e["name"] == name for e in run.tape("gone")), "its farewell is read")
-    in_hand = [fragment.in_hand.keys() | {key[0] for key in run.state.fetching} for fragment in run.state.fragments]
-    assert all(incarnation in hand for hand in in_hand), "its farewell contributions came before its farewell"
+    fragments, verifying = run.state.fragments, run.state.verifying
+    here = [incarnation in f.in_hand or (incarnation, f.index) in verifying for f in fragments]
+    assert all(here), "its farewell contributions came before its farewell"
     return incarnation
 
 
@@ -190,8 +190,8 @@ def spec_file(spec: Any, tmp_path: Path) -> str:
 
 
 async def stored_versions(redis: Redis, keys: Keys) -> list[int]:
-    data: Any = await redis.hget(keys.state, "core")
-    return [fragment["version"] for fragment in messages.unpack(data)["fragments"]] if data is not None else []
+    core = await stored_core(redis, keys)
+    return [fragment["version"] for fragment in core["fragments"]] if core is not None else []
 
 
 async def test_a_synchronizer_finishes_the_merge_under_way_and_gives_the_lease_back(

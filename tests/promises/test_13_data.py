@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from anabranch.errors import UsageError
-from anabranch.orchestrator.state import DataQueue
+from anabranch.orchestrator.core.state import DataQueue
 from anabranch.queue.records import read_tape
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices, item_order
 from anabranch.spec import RunSpec
-from anabranch.workers.synthetic import Pace, SharedItems, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SharedItems, SyntheticWorker
 from tests.harness import Bench, bench, forget_run, make_spec, process
 from tests.promises.lives import ROOT, Stored, stored_run
 from tests.wait import PATIENCE_S, wait_until
@@ -143,21 +143,17 @@ async def test_a_storm_of_killing_and_joining_over_one_epoch(
             await wait_until(lambda: leader.poll() is not None, "the epoch is done and the run stops")
             assert await stopped(stored)
             times = Counter(delivered(tmp_path))
-            check_every_item(times, details(await tape_of(stored, "redone")), spec.seed)
+            check_every_item(times, await tape_of(stored, "redone"), spec.seed)
             core = await stored.core()
             assert core is not None
             data = core["data"]
-            assert (data["done"], data["left"], data["returned"]) == (-(-ITEMS // LENGTH), [], [])
+            assert (data["done"], data["left"], data["returned"]) == (-(-ITEMS // LENGTH), {}, [])
             assert len(await tape_of(stored, "epoch")) == 1
             assert await stored.count("ledger mismatches") == 0
             # Whoever came too late to take part waits for somebody who leads, as it should: that is not waited for.
             took_part = [child for name, child in alive.items() if delivered_by(tmp_path, name)]
             assert took_part
             await asyncio.to_thread(wait_all, took_part)
-
-
-def details(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [event["details"] for event in events]
 
 
 def wait_all(children: list[subprocess.Popen[bytes]]) -> None:

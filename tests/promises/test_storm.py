@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from anabranch.orchestrator.state import OUTCOMES_KEPT
+from anabranch.orchestrator.core.state import OUTCOMES_KEPT
 from anabranch.queue.messages import Contribution, Message
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace, SyntheticWorker
+from anabranch.workers.member.synthetic import Pace, SyntheticWorker
 from tests.conftest import ServerFactory
-from tests.harness import bench, make_spec
+from tests.harness import bench, change_line, make_spec
 from tests.promises.lives import at_work, last_words, stored_run, zygote
 from tests.promises.plans import Plan
 from tests.promises.results import progress, write_results
@@ -93,13 +93,13 @@ async def test_entries_that_an_older_copy_brings_back_are_not_booked_again(run_u
     """The leader restores a newer state than the inboxes are of: their contributions had outcomes long ago."""
     async with bench(run_url, make_spec(run_name)) as run:
         client, sent = run.add("w", Pace(step_s=0.003)).client, list[Message]()
-        post = client._post
+        post = client.line.post
 
-        async def noted(message: Message) -> None:
+        async def noted(message: Message, schema: int) -> None:
             sent.append(message)
-            await post(message)
+            await post(message, schema)
 
-        client._post = noted  # type: ignore[method-assign]
+        change_line(client, "post", noted)
         await run.reach(OUTCOMES_KEPT + 3)
         old = [m for m in sent if isinstance(m, Contribution) and m.base < 2]
         assert len(old) >= 4, "of two versions of two fragments"

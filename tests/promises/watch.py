@@ -9,10 +9,11 @@ from typing import Any
 from redis.asyncio import Redis
 
 from anabranch.queue.keys import SYNCHRONIZER, Keys
-from anabranch.queue.records import unpack_fragment
 from anabranch.queue.scripts import chunk_keys
-from anabranch.workers.learner import NewVersion
-from anabranch.workers.synthetic import SyntheticWorker
+from anabranch.workers.member.incarnation import Incarnation
+from anabranch.workers.member.learner import NewVersion
+from anabranch.workers.member.synthetic import SyntheticWorker
+from tests.harness import each_life, stored_claims
 
 #: Events that would mean that something is wrong; the tape must have none of them.
 UNEXPECTED = frozenset({"ledger mismatch", "trouble", "orphaned"})
@@ -37,15 +38,19 @@ class Watch:
 
     def member(self, worker: SyntheticWorker) -> None:
         """Note the bits of every version that this worker is given."""
-        deliver = worker.client._deliver
 
-        def note(version: NewVersion) -> None:
-            name = (version.timeline, version.fragment, version.version)
-            if self.bits.setdefault(name, version.digest) != version.digest:
-                self.broken.append(f"{name} came back with other bits")
-            deliver(version)
+        def watched(life: Incarnation) -> None:
+            offer = life.learner.offer
 
-        worker.client._deliver = note  # type: ignore[method-assign]
+            def note(version: NewVersion) -> None:
+                name = (version.timeline, version.fragment, version.version)
+                if self.bits.setdefault(name, version.digest) != version.digest:
+                    self.broken.append(f"{name} came back with other bits")
+                offer(version)
+
+            life.learner.offer = note  # type: ignore[method-assign]
+
+        each_life(worker.client, watched)
 
     def event(self, event: dict[str, Any]) -> None:
         """One of the tape; the same one may be seen many times."""
@@ -110,8 +115,9 @@ async def orphans(redis: Redis, keys: Keys) -> list[str]:
 
 
 async def _named(redis: Redis, keys: Keys) -> set[str]:
-    fields: dict[Any, Any] = await redis.hgetall(keys.state)
-    claims = [c for name, data in fields.items() if name.startswith(b"fragment:") for c in unpack_fragment(data) if c]
+    fields: list[Any] = await redis.hkeys(keys.state)
+    fragments = [int(name[9:]) for name in fields if name.startswith(b"fragment:")]
+    claims = [claim for index in fragments for claim in await stored_claims(redis, keys, index) if claim is not None]
     return {key for claim in claims for key in chunk_keys(keys, claim)}
 
 

@@ -16,7 +16,7 @@ import pytest
 from anabranch.errors import ServerError, ServerUnreachable, UnsuitableServer
 from anabranch.queue.connection import check_server, connect, judge_server
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.conftest import ServerFactory
 from tests.harness import bench, make_spec
 from tests.tools import redis_server_path, require

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+
+from anabranch.merge.names import Codec
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"device", "device_type", "device_memory_gb", "torch", "cuda", "driver", "python", "processor", "cores"}
@@ -57,7 +59,7 @@ def toy(tmp_path: Path, *only: str) -> dict[str, Any]:
 
 def test_boundaries_and_codecs_at_toy_size(tmp_path: Path) -> None:
     checks = toy(tmp_path, "stall", "codecs")["checks"]
-    assert checks["codecs"]["figures"]["codecs"].keys() == {"fp32", "bf16"}
+    assert checks["codecs"]["figures"]["codecs"].keys() == set(get_args(Codec))
     [size] = checks["stall"]["figures"]["sizes"].values()
     assert size["base_on_device"].keys() == size["base_offloaded"].keys() == STALL
     assert checks["worker"]["error"] == "not run"

@@ -21,7 +21,7 @@ from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.orchestrator.web import app as page
 from anabranch.orchestrator.web.app import PageOptions, serve_page
 from anabranch.queue.url import RunUrl
-from anabranch.workers.synthetic import Pace
+from anabranch.workers.member.synthetic import Pace
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec
 from tests.wait import PATIENCE_S, wait_until

@@ -15,9 +15,9 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
 from anabranch.orchestrator.web.app import PageOptions, serve_page
 from anabranch.spec import RunSpec
-from anabranch.workers.client import Client
-from anabranch.workers.identity import Identity
-from anabranch.workers.synthetic import Pace, SharedItems
+from anabranch.workers.member.client import Client
+from anabranch.workers.member.identity import Identity
+from anabranch.workers.member.synthetic import Pace, SharedItems
 from tests.fundamentals.test_03_hostile import Attacker
 from tests.harness import Bench, bench, make_spec
 from tests.tools import chromium_path, require

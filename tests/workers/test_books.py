@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from anabranch.queue.messages import Figures, Held, Lease, Verdict
-from anabranch.workers.books import Books, Snapshot
+from anabranch.workers.member.books import Books, Snapshot
 
 FRAGMENTS = 2
 

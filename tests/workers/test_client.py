@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from redis.asyncio import Redis
 
 from anabranch.errors import LayoutMismatch, MemberRefused, UnsuitableServer
 from anabranch.merge.fragments import Layout
@@ -18,14 +17,13 @@ from anabranch.model import Float32, layout_for
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.control import send_command
-from anabranch.queue.records import unpack_fragment
-from anabranch.queue.streams import Entry
+from anabranch.queue.streams import Entry, StreamReader
 from anabranch.queue.url import RunUrl
-from anabranch.workers.client import Client
-from anabranch.workers.identity import Identity, default_name
-from anabranch.workers.synthetic import NumpyStore, Pace, SyntheticOptions, SyntheticWorker
+from anabranch.workers.member.client import Client
+from anabranch.workers.member.identity import Identity, default_name
+from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticOptions, SyntheticWorker
 from tests.conftest import ServerFactory
-from tests.harness import Bench, ScriptedStore, bench, make_spec
+from tests.harness import Bench, ScriptedStore, bench, change_line, life_of, make_spec, stored_claims
 from tests.wait import wait_until
 
 QUICK = Pace(step_s=0.003)
@@ -40,20 +38,19 @@ class Gate:
         self.open.set()
         self.close_after: Callable[[messages.Message], bool] = lambda _: False
         self.waiting = asyncio.Event()
-        reader = worker.client._broadcast
-        read = reader.read
+        read = worker.client.line.read
 
-        async def gated(redis: Redis, block_ms: int | None) -> list[Entry]:
+        async def gated(broadcast: StreamReader, block_ms: int) -> list[Entry]:
             if not self.open.is_set():
                 self.waiting.set()
                 await self.open.wait()
-            entries = await read(redis, block_ms)
-            decoded = [messages.decode(entry.fields[b"m"], worker.client.keys.run) for entry in entries]
+            entries = await read(broadcast, block_ms)
+            decoded = [messages.decode(entry.fields[b"m"], worker.client.line.keys.run) for entry in entries]
             if any(self.close_after(message) for message in decoded):
                 self.open.clear()
             return entries
 
-        reader.read = gated  # type: ignore[method-assign]
+        change_line(worker.client, "read", gated)
 
 
 def member_of(run: Bench, name: str) -> Any:
@@ -61,8 +58,7 @@ def member_of(run: Bench, name: str) -> Any:
 
 
 def adopted(worker: SyntheticWorker) -> list[int]:
-    assert worker.client.learner is not None
-    versions: list[int] = worker.client.learner.books.report()["adopted"]
+    versions: list[int] = life_of(worker.client).books.report()["adopted"]
     return versions
 
 
@@ -116,8 +112,7 @@ async def test_it_takes_no_part_on_a_server_that_may_evict(server_factory: Serve
     url = RunUrl.parse(server.url)
     async with AsyncExitStack() as stack:
         client = Client(url, Identity("w"))
-        redis = await client._connect(stack, "test")
-        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        await client.line.redis.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(UnsuitableServer, match="allkeys-lru"):
             await client.open(stack)
 
@@ -129,7 +124,7 @@ async def direct(run: Bench, name: str, layout: Layout | None = None) -> AsyncIt
         client = Client(run.url, Identity(name))
         record = await client.open(stack)
         chosen = layout or record.layout or SyntheticOptions.parse(record.spec.task.options).layout(record.spec)
-        task = asyncio.create_task(client.serve(NumpyStore(chosen), chosen), name=f"serve {name}")
+        task = asyncio.create_task(client.serve(record, NumpyStore(chosen), chosen), name=f"serve {name}")
         try:
             yield client, task
         finally:
@@ -162,7 +157,7 @@ async def test_a_repeated_registration_gives_one_incarnation(run_url: str, run_n
     async with bench(run_url, make_spec(run_name)) as run:
         worker = run.add("only", QUICK)
         await run.reach(0)
-        request = messages.Register(nonce=worker.client._nonce, name="only")
+        request = messages.Register(nonce=life_of(worker.client).nonce, name="only")
         await run.post("only", request)
         await wait_until(lambda: len(run.tape("joined")) == 2, "the repeat is answered")
         assert {event["incarnation"] for event in run.tape("joined")} == {worker.client.incarnation}
@@ -198,13 +193,13 @@ async def test_after_a_gap_it_reads_the_state_again(
         await wait_until(deaf.ready.is_set, "it has joined")
         gate.open.clear()
         await gate.waiting.wait()
-        seen = deaf.client._number
+        seen = life_of(deaf.client)._read
         await run.reach(max(run.versions()) + 4)
         await run.settle()
         revealing = await _forget_entries(run, seen, "merged")
         gate.open.set()
-        await wait_until(lambda: deaf.client._number > revealing, "it has read on")
-        running = deaf.client._fetcher._running
+        await wait_until(lambda: life_of(deaf.client)._read > revealing, "it has read on")
+        running = life_of(deaf.client)._fetcher._running
         await wait_until(lambda: all(task.done() for task in running.values()), "it has fetched everything")
         await wait_until(lambda: adopted(deaf) == run.versions(), "it holds the newest versions")
         assert deaf.store is not None
@@ -225,8 +220,8 @@ async def test_a_call_that_a_catch_up_overtook_is_still_answered(run_url: str, r
         await run.settle()
         gate.open.clear()
         await gate.waiting.wait()
-        merged, seen = run.versions()[0], worker.client._number
-        await run.post("only", messages.Register(nonce=worker.client._nonce, name="only"))
+        merged, seen = run.versions()[0], life_of(worker.client)._read
+        await run.post("only", messages.Register(nonce=life_of(worker.client).nonce, name="only"))
         await wait_until(lambda: len(run.tape("joined")) == 2, "an entry that will be missing")
         await send_command(run.redis, run.keys, "resume")
         await wait_until(lambda: bool(run.state.rounds), "it is called")
@@ -245,8 +240,7 @@ async def test_it_learns_outcomes_it_missed_from_the_state(run_url: str, run_nam
         await gate.waiting.wait()
         missed = run.state.fragments[0].version + (1 if run.state.rounds else 0)
         await wait_until(lambda: run.state.fragments[0].version >= missed, "its contribution is merged")
-        assert worker.client.learner is not None
-        books = worker.client.learner.books
+        books = life_of(worker.client).books
         assert not books.has_outcome(0, missed - 1)
         await run.settle()
         entries: Any = await run.redis.xrevrange(run.keys.broadcast)
@@ -271,7 +265,7 @@ async def test_a_payload_that_vanished_is_sent_again(run_url: str, run_name: str
     async with bench(run_url, spec) as run:
         worker = run.add("only", QUICK)
         await run.reach(1)
-        blobs = worker.client.blobs
+        blobs = worker.client.line.blobs
         put, lost = blobs.put, 0
 
         async def leaky(owner: str, data: memoryview, codec: str, ttl_s: float) -> messages.Claim:
@@ -294,13 +288,12 @@ async def test_a_joiner_waits_for_a_version_that_is_not_there(run_url: str, run_
         run.add("first", QUICK)
         await run.reach(1)
         await run.settle()
-        record: Any = await run.redis.hget(run.keys.state, "fragment:0")
-        theta, _ = unpack_fragment(record)
+        theta, _ = await stored_claims(run.redis, run.keys, 0)
         blobs = RedisBlobs(run.redis, run.keys)
         data = await blobs.get(theta, 10**6)
         await blobs.delete(theta)
         late = run.add("late", QUICK)
-        await wait_until(lambda: late.client.learner is not None and adopted(late)[1] >= 0, "the other one is there")
+        await wait_until(lambda: late.client.life is not None and adopted(late)[1] >= 0, "the other one is there")
         assert not late.ready.is_set()
         await blobs.put_again(theta, data, 60.0)
         await wait_until(late.ready.is_set, "it has both")
@@ -354,7 +347,7 @@ async def test_closed_while_it_lives_it_joins_anew(run_url: str, run_name: str) 
         run.add("steady", QUICK)
         frozen = run.add("frozen", QUICK)
         await wait_until(lambda: member_of(run, "frozen") and member_of(run, "frozen").last_round, "it takes part")
-        first = frozen.client.incarnation
+        first, life = frozen.client.incarnation, life_of(frozen.client)
         report = frozen.client._heart.report
 
         async def silence() -> None:
@@ -364,6 +357,9 @@ async def test_closed_while_it_lives_it_joins_anew(run_url: str, run_name: str) 
         await wait_until(lambda: any(e["incarnation"] == first for e in run.tape("closed")), "its books are closed")
         frozen.client._heart.report = report  # type: ignore[method-assign]
         await wait_until(lambda: frozen.client.incarnation > first, "it has a new incarnation")
+        assert life.number == first
+        assert all(task.done() for task in (life._sending, *life._aside)), "nothing works for the old one any more"
+        assert life_of(frozen.client).nonce != life.nonce
         await wait_until(
             lambda: member_of(run, "frozen") and member_of(run, "frozen").last_round, "it takes part again"
         )

@@ -10,8 +10,8 @@ import pytest
 from anabranch.errors import UsageError
 from anabranch.queue.messages import Lease
 from anabranch.shuffle import item_order
-from anabranch.workers.books import Books
-from anabranch.workers.feed import AHEAD, Feed
+from anabranch.workers.member.books import Books
+from anabranch.workers.member.feed import AHEAD, Feed
 
 SEED = 3
 LENGTH = 10
@@ -26,8 +26,7 @@ class Bench:
         self.asked = 0
         self.books = Books(1)
         self.books.adopt(0, 0)
-        self.feed = Feed(100, "ab" * 16, SEED, self._hungry)
-        self.feed.restart(self.books)
+        self.feed = Feed(100, "ab" * 16, SEED, self.books, self._hungry)
 
     def _hungry(self) -> None:
         self.asked += 1
@@ -50,6 +49,17 @@ def test_items_come_in_the_order_of_seed_epoch_and_range(bench: Bench) -> None:
     bench.feed.take([lease(1, 4)])
     assert bench.next(3) + bench.next(3) + bench.next(9) == items_of(4)
     assert bench.next(1) == []
+
+
+def test_what_is_in_hand_ends_with_its_incarnation(bench: Bench) -> None:
+    bench.feed.take([lease(1, 4)], exhausted=True)
+    assert bench.next(3)
+    bench.feed.drop()
+    assert bench.next(3) == []
+    assert not bench.feed.idle, "the next one may be given more"
+    bench.feed.restart(Books(1))
+    bench.feed.take([lease(1, 7)])
+    assert bench.next(9) == items_of(7)[:9]
 
 
 def test_a_batch_may_span_ranges_of_one_epoch(bench: Bench) -> None:

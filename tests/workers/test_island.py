@@ -17,6 +17,7 @@ from anabranch.spec import RunSpec
 from anabranch.workers.island import Island
 from anabranch.workers.session import Session
 from anabranch.workers.torch_store import shapes
+from anabranch.workers.trains import Trains
 from tests.harness import Bench, bench, make_spec
 from tests.ranks import Ranks, moments, started, tiny
 from tests.wait import wait_until
@@ -238,6 +239,8 @@ def test_wrappers_do_not_change_a_tensors_name() -> None:
 
 
 def test_an_island_has_every_method_of_a_session() -> None:
-    """It is a session by its interface only: what is not overridden would look for a connection on every rank."""
-    public = {name for name in vars(Session) if not name.startswith("_")} | {"__enter__", "__exit__", "__init__"}
-    assert public <= set(vars(Island))
+    """Of those that a training loop uses; it is no session itself."""
+    used = {name for name in vars(Trains) if not name.startswith("_")} | {"__enter__", "__exit__"}
+    assert {"step", "batches", "close"} <= used
+    assert used <= set(vars(Island)) & set(vars(Session))
+    assert not issubclass(Island, Session)

@@ -11,10 +11,10 @@ from anabranch.merge.codecs import Codec, decode
 from anabranch.merge.fragments import TensorSpec, plan_layout
 from anabranch.model import Float32
 from anabranch.queue.messages import Call, Verdict
-from anabranch.workers.adoption import POLICIES
-from anabranch.workers.books import Books
-from anabranch.workers.learner import Learner, NewVersion, Outgoing, Refusal
-from anabranch.workers.synthetic import NumpyStore
+from anabranch.workers.member.adoption import POLICIES
+from anabranch.workers.member.books import Books
+from anabranch.workers.member.learner import Learner, NewVersion, Outgoing, Refusal
+from anabranch.workers.member.synthetic import NumpyStore
 
 LAYOUT = plan_layout([TensorSpec("a", (3,)), TensorSpec("b", (3,))], 2)
 

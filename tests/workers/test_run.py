@@ -18,10 +18,11 @@ from anabranch.errors import SpecError, UsageError
 from anabranch.faults import InjectedFault, armed
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec, TaskSpec
-from anabranch.workers.client import farewell_s
-from anabranch.workers.run import Ending, MemberOptions, load_task, run_evaluator, run_worker
+from anabranch.workers.member.client import farewell_s
+from anabranch.workers.run import Ending, MemberOptions, run_evaluator, run_worker
 from anabranch.workers.session import Session
 from anabranch.workers.tasks.gpt import GPTTask
+from anabranch.workers.tasks.named import load_task
 from tests.harness import Bench, bench, make_spec, process
 from tests.tiny_task import TinyTask
 from tests.wait import PATIENCE_S, wait_until
@@ -100,11 +101,12 @@ async def test_a_worker_and_an_evaluator_take_part_until_the_run_stops(
         assert run.state.counts.get("ledger mismatches", 0) == 0
 
 
-async def test_a_signal_is_a_farewell(run_url: str, run_name: str) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_is_a_farewell(run_url: str, run_name: str, asked: signal.Signals) -> None:
     async with bench(run_url, make_spec(run_name)) as run:
         with process("worker", "--name", "w", environment={"ANABRANCH_URL": run_url}) as worker:
             await run.reach(1)
-            worker.send_signal(signal.SIGTERM)
+            worker.send_signal(asked)
             await _ends_with(worker, 0)
         await wait_until(lambda: bool(run.tape("closed")), "its books are closed")
         assert run.tape("gone")[0]["reason"].startswith("w left")
@@ -125,6 +127,7 @@ def test_an_ending_remembers_the_signal() -> None:
 async def joined(run: Bench, **options: Any) -> AsyncIterator[tuple[Session, torch.nn.Module]]:
     model = TinyTask({}).build_model()
     session = await asyncio.to_thread(anabranch.join, run.url, model, name="w", **options)
+    assert isinstance(session, Session)
     try:
         yield session, model
     finally:
@@ -139,7 +142,7 @@ def tiny_spec(run_name: str) -> RunSpec:
 async def test_a_rest_of_minutes_ends_when_somebody_wants_to_leave(run_url: str, run_name: str) -> None:
     async with bench(run_url, tiny_spec(run_name)) as run, joined(run, duty=1e-9) as (session, _):
         step = asyncio.create_task(asyncio.to_thread(session.step, 4))
-        await wait_until(lambda: session._learner().books.holds(0), "it rests after its step")
+        await wait_until(lambda: session._life().books.holds(0), "it rests after its step")
         assert not step.done()
         session.hurry()
         async with asyncio.timeout(PATIENCE_S):
@@ -176,7 +179,7 @@ async def test_after_a_stop_nothing_waits_for_uploads_that_will_not_end(
             uploading.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(session._client.blobs, "put", never)
+        monkeypatch.setattr(session._client.line.blobs, "put", never)
 
         def trains() -> bool:
             session.step(4)

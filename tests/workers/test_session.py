@@ -61,6 +61,7 @@ def spec_of(run: str, **sections: Any) -> RunSpec:
 async def joined(run: Bench, name: str, model: torch.nn.Module, **options: Any) -> AsyncIterator[Session]:
     """A session whose I/O thread is ended whatever happens."""
     session = await asyncio.to_thread(anabranch.join, run.url, model, name=name, **options)
+    assert isinstance(session, Session)
     try:
         yield session
     finally:

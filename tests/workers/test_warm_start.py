@@ -6,20 +6,21 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
 import anabranch
 from anabranch.errors import BlobMissing, UsageError
-from anabranch.orchestrator.peers import WARM_STEPS
+from anabranch.orchestrator.core.peers import WARM_STEPS
 from anabranch.queue import messages
 from anabranch.queue.blobs import make_claim
-from anabranch.queue.patience import Outages
-from anabranch.workers import warm_start
-from anabranch.workers.client import log
+from anabranch.queue.url import RunUrl
+from anabranch.workers.member import warm_start
+from anabranch.workers.member.line import Line
+from anabranch.workers.member.warm_start import TRIES, WarmStart
 from anabranch.workers.session import Session
-from anabranch.workers.warm_start import TRIES, WarmStart
 from tests.harness import Bench, bench
 from tests.wait import wait_until
 from tests.workers.test_session import joined, spec_of, tiny, train_step, train_until
@@ -166,26 +167,25 @@ class Desk:
     """A `WarmStart` with what it posts, and answers to it."""
 
     def __init__(self) -> None:
-        self.warm = WarmStart(True, lambda: None)
         self.blobs = Blobs()
         self.posted: list[messages.Message] = []
+        line = replace(Line.to(RunUrl.parse("redis://127.0.0.1:1/0"), "us"), blobs=self.blobs)
+        self.warm = WarmStart(line, OURS, self.post, lambda: None, wished=True)
 
     async def post(self, message: messages.Message) -> None:
         self.posted.append(message)
 
     def seek(self) -> asyncio.Task[None]:
-        return asyncio.create_task(
-            self.warm.seek(lambda: OURS, self.post, self.blobs, 1000, Outages(log)), name="seek"
-        )
+        return asyncio.create_task(self.warm.seek(1000), name="seek")
 
     def serve(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self.warm.serve("us", lambda: OURS, self.post, self.blobs), name="serve")
+        return asyncio.create_task(self.warm.serve(), name="serve")
 
     async def asked(self, times: int = 1) -> None:
         await wait_until(lambda: len(self.posted) >= times, f"it asked {times} times")
 
     def hear(self, message: messages.SendState | messages.PeerState) -> None:
-        self.warm.heard(message, OURS)
+        self.warm.heard(message)
 
     def wants(self) -> bool:
         """A copy of our state, as the training thread asks."""

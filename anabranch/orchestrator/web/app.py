@@ -19,7 +19,7 @@ from aiohttp import web
 
 from anabranch._version import VERSION
 from anabranch.errors import ServerError
-from anabranch.orchestrator.view import ledger_rows, view
+from anabranch.orchestrator.core.view import ledger_rows, view
 from anabranch.queue.connection import OUTAGE, connect
 from anabranch.queue.control import send_command
 

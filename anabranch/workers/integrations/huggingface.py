@@ -36,12 +36,13 @@ import torch
 from transformers import TrainerCallback
 
 from anabranch.errors import UsageError
-from anabranch.workers.session import Session, join
+from anabranch.workers.joining import join
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from anabranch.queue.url import RunUrl
+    from anabranch.workers.trains import Trains
 
 Count = int | torch.Tensor  # a scalar; reading it waits for the device, so that is left for the end of the step
 IGNORED = -100  # a label that is no prediction
@@ -72,7 +73,7 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         `learning_rate`: from the tokens that the whole run has merged to the rate of every parameter group, instead
         of the Trainer's schedule (which goes on being logged).
         """
-        self.session: Session | None = None
+        self.session: Trains | None = None
         self._url = url
         self._options: dict[str, Any] = {"name": name, "label": label, "duty": duty, "warm_start": warm_start}
         self._count_tokens = tokens

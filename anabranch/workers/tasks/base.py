@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from anabranch.workers.batches import TokenBatch as TokenBatch
 
 if TYPE_CHECKING:
     from anabranch.workers.shards import Shards
@@ -22,27 +22,6 @@ class Batch(Protocol):
     def tokens(self) -> int: ...
 
     def to(self, device: torch.device) -> Self: ...
-
-
-@dataclass(frozen=True, eq=False)
-class TokenBatch:
-    """A `Batch` for next-token prediction."""
-
-    inputs: torch.Tensor  # int64 [B, T]
-    targets: torch.Tensor  # int64 [B, T]
-
-    @classmethod
-    def of(cls, windows: NDArray[np.int64]) -> Self:
-        """From rows of T + 1 tokens, [B, T + 1]: each is predicted from those before it."""
-        tokens = torch.from_numpy(windows)
-        return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-    @property
-    def tokens(self) -> int:
-        return self.targets.numel()
-
-    def to(self, device: torch.device) -> Self:
-        return type(self)(self.inputs.to(device), self.targets.to(device))
 
 
 class Task(Protocol):

@@ -1,0 +1,137 @@
+"""Is a round due, of which fragment, and who is called (DESIGN section 4)?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anabranch.orchestrator.core import closing, policies
+from anabranch.orchestrator.core.grace import average, deadline_s
+from anabranch.orchestrator.core.instructions import Instruction, SetTimer, Tell
+from anabranch.orchestrator.core.state import ROUNDS_KEPT, Fragment, Member, Round, State, keep
+from anabranch.queue import messages
+
+
+def open_due(state: State, now: float) -> Iterator[Instruction]:
+    """Open what is due, at most τ rounds in flight and always on different fragments."""
+    if not state.born or state.paused or state.stopped or state.full or state.draining:
+        return
+    while len(state.rounds) < state.spec.rounds.in_flight:
+        pacer = _pacer(state, now)
+        if pacer is None:
+            if not any(policies.advances(m, state, now) for m in state.members.values()):
+                yield from _open_for_what_is_left(state, now)
+            return
+        choice = _next_fragment(state, now)
+        if choice is None:
+            return
+        if pacer.step_s > 0:
+            state.averages.step_s = average(state.averages.step_s, pacer.step_s)
+        made, interval = pacer.steps - pacer.mark, state.spec.rounds.interval_steps
+        _restart_interval(state, pacer, now)
+        yield from _open(state, *choice, f"{pacer.name} made {made:.0f} of {interval:g} steps", now)
+
+
+def makes_due(state: State, said: messages.Message) -> bool:
+    """Whether a message that was heard can make a round due: looking at everybody at each of thousands of heartbeats
+    would cost too much. A contribution counts once it is verified."""
+    if isinstance(said, messages.Progress):
+        member = state.members.get(said.incarnation)
+        return member is not None and member.steps - member.mark >= state.spec.rounds.interval_steps
+    return not isinstance(said, messages.Contribution)
+
+
+def _pacer(state: State, now: float) -> Member | None:
+    """The worker that made the K′-th largest number of steps since the last opening, once that is H/P: then a round
+    is due.
+
+    K′ = min(K, workers that advance). Nobody is sorted while none is due: this is asked after most events.
+    """
+    interval, quorum = state.spec.rounds.interval_steps, state.spec.rounds.quorum
+    members = state.members.values()
+    ahead = [m for m in members if m.steps - m.mark >= interval and policies.advances(m, state, now)]
+    rank = len(ahead) if quorum == "all" else min(quorum, len(ahead))
+    everybody = quorum == "all" or len(ahead) < quorum
+    if not ahead or (
+        everybody and any(m.steps - m.mark < interval and policies.advances(m, state, now) for m in members)
+    ):
+        return None
+    return sorted(ahead, key=lambda m: (m.mark - m.steps, m.incarnation))[rank - 1]
+
+
+def _restart_interval(state: State, pacer: Member, now: float) -> None:
+    """Begin a new interval for everybody. The pacing worker's overshoot, if it is less than one interval, is
+    carried over, so that coarse progress reports do not lower the rate; more is dropped: missed openings
+    coalesce."""
+    overshoot = pacer.steps - pacer.mark - state.spec.rounds.interval_steps
+    state.interval_at = now
+    for member in state.members.values():
+        member.mark = float(member.steps)
+    if 0 < overshoot < state.spec.rounds.interval_steps:
+        pacer.mark -= overshoot
+
+
+def _next_fragment(state: State, now: float) -> tuple[Fragment, list[Member]] | None:
+    """The next fragment of the cycle that is not in flight and has somebody to call."""
+    in_flight = {r.fragment for r in state.rounds.values()}
+    count = len(state.fragments)
+    for offset in range(count):
+        fragment = state.fragments[(state.next_fragment + offset) % count]
+        if fragment.index not in in_flight and (called := policies.callable_for(fragment, state, now)):
+            return fragment, called
+    return None
+
+
+def _open_for_what_is_left(state: State, now: float) -> Iterator[Instruction]:
+    """Nobody advances any more: farewell contributions, and what those without data hold, are merged at once."""
+    longest_s = policies.longest_step_s(state, now)
+    for member in state.members.values():
+        if member.is_worker and policies.condition(member, state, now, longest_s) == "joining":
+            return  # it has not reported since this leader began, or has yet to adopt
+    needed = 1 if state.spec.rounds.quorum == "all" else state.spec.rounds.quorum
+    verifying = {fragment for _, fragment in state.verifying}
+    for fragment in state.fragments:
+        if len(state.rounds) >= state.spec.rounds.in_flight:
+            return
+        if fragment.index in verifying:
+            continue  # others' last contributions are about to be in hand
+        heard = fragment.in_hand.keys() | fragment.refused.keys()
+        called = [m for m in policies.callable_for(fragment, state, now) if m.incarnation not in heard]
+        if len(fragment.in_hand) + len(called) >= needed and state.round_of(fragment.index) is None:
+            what = "what is left" if called else "what is in hand"
+            yield from _open(state, fragment, called, f"no worker advances: {what} is merged", now)
+
+
+def _open(state: State, fragment: Fragment, called: list[Member], reason: str, now: float) -> Iterator[Instruction]:
+    settings = state.spec.rounds
+    round_ = Round(
+        number=state.next_round,
+        fragment=fragment.index,
+        base=fragment.version,
+        opened_at=now,
+        deadline_s=deadline_s(
+            state.averages,
+            interval_steps=settings.interval_steps,
+            intervals=settings.deadline_intervals,
+            minimum_s=settings.deadline_min_s,
+        ),
+        called={m.incarnation for m in called},
+        reason=reason,
+    )
+    state.next_round += 1
+    state.next_fragment = (fragment.index + 1) % len(state.fragments)
+    state.rounds[round_.number] = round_
+    keep(fragment.recent, (round_.number, round_.base), ROUNDS_KEPT)
+    yield Tell(reason, call_of(round_, state), "opened")
+    yield SetTimer("round deadline", "round deadline", round_.deadline_s, round_.number)
+    yield from closing.review(state, round_, now)  # contributions of an abandoned round may be in hand
+
+
+def call_of(round_: Round, state: State) -> messages.Call:
+    """What its members are, or were, told of an open round."""
+    return messages.Call(
+        round=round_.number,
+        fragment=round_.fragment,
+        timeline=state.timeline,
+        base=round_.base,
+        called=sorted(round_.called),
+    )

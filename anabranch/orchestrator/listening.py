@@ -1,0 +1,113 @@
+"""Everything a leader hears: members' streams and knocks, operators, and how full the server is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ResponseError
+
+from anabranch.faults import fail_at
+from anabranch.orchestrator.context import Context
+from anabranch.orchestrator.core.events import Event, MemorySeen, Troubled
+from anabranch.orchestrator.inboxes import Inboxes
+from anabranch.queue.connection import OUTAGE
+from anabranch.queue.patience import LONGEST_S, REPLY_S
+from anabranch.queue.streams import Entry
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+BLOCK_S = 0.2  # a read that waits sees streams that were followed meanwhile no later
+MEMORY_EVERY_S = 1.0  # between two looks at how full the server is
+KNOCKS_SILENT_S = 10.0  # without a word on the knock channel its connection is tried
+
+
+class Listening:
+    """Puts events on a queue, in tasks of the term's group."""
+
+    def __init__(self, context: Context, events: asyncio.Queue[Event], members: Callable[[], set[str]], most: int):
+        """`members`: names that are registered; `most`: how many members' streams are read."""
+        self._context = context
+        self._events = events
+        self._members = members
+        self._inboxes = Inboxes(context.keys, most)
+        for name in members():
+            self._inboxes.follow(name, members())
+
+    def begin(self) -> None:
+        context = self._context
+        context.spawn(self._read(context.open("reader")), "read streams")
+        context.spawn(self._listen(context.open("knocks")), "listen for knocks")
+        context.spawn(self._watch_memory(), "watch the server's memory")
+
+    def follow(self, name: str) -> None:
+        self._inboxes.follow(name, self._members())
+
+    def forget(self, name: str) -> None:
+        self._inboxes.forget(name)
+
+    async def drain(self) -> None:
+        """Read what is there before a timer may fire."""
+        with suppress(*OUTAGE, ResponseError):  # the reading task deals with those
+            async with asyncio.timeout(REPLY_S):
+                self._take(await self._inboxes.read(self._context.redis, None))
+
+    def _take(self, entries: list[Entry]) -> None:
+        for event in self._inboxes.events(entries):
+            self._events.put_nowait(event)
+
+    async def _read(self, redis: Redis) -> None:
+        """Follow every inbox and progress stream; blocks briefly so that new streams are picked up."""
+        while True:
+            try:
+                entries = await self._context.persist(
+                    lambda: self._inboxes.read(redis, int(BLOCK_S * 1000)), "read streams", reading=True
+                )
+            except ResponseError as error:
+                await self._drop_damaged(error)
+                continue
+            fail_at("after read")
+            self._take(entries)
+
+    async def _drop_damaged(self, error: ResponseError) -> None:
+        """A member made something else of its stream: it is not read any more, the others are."""
+        context = self._context
+        damaged = await context.persist(
+            lambda: self._inboxes.drop_damaged(context.redis), "look for a damaged stream"
+        )
+        if not damaged:
+            raise error
+        for sender in damaged:
+            self._events.put_nowait(Troubled(f"a stream of {sender} is no stream any more: it is not read"))
+
+    async def _listen(self, redis: Redis) -> None:
+        """Knocks name inboxes we may not know yet; they are repeated until the member is welcomed."""
+        while True:
+            pubsub = redis.pubsub()
+            try:
+                await pubsub.subscribe(self._context.keys.knock)
+                while True:
+                    message = await pubsub.get_message(timeout=KNOCKS_SILENT_S)
+                    if message is None:  # perhaps nobody knocks, perhaps the connection is dead
+                        await pubsub.ping()
+                        if await pubsub.get_message(timeout=REPLY_S) is None:
+                            break
+                    elif message["type"] == "message":
+                        self._inboxes.knocked(message["data"].decode(errors="replace"), self._members())
+            except OUTAGE:
+                await asyncio.sleep(LONGEST_S / 4)
+            finally:
+                with suppress(*OUTAGE):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+    async def _watch_memory(self) -> None:
+        context = self._context
+        while True:
+            info: dict[str, Any] = await context.persist(lambda: context.redis.info("memory"), "look at the memory")
+            limit = int(info.get("maxmemory", 0))
+            used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
+            self._events.put_nowait(MemorySeen(used / limit if limit else 0.0))
+            await asyncio.sleep(MEMORY_EVERY_S)

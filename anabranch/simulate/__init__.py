@@ -1,0 +1,1 @@
+"""The decision core without a server: in virtual time, and again from what was recorded."""

@@ -1,0 +1,55 @@
+"""Joining a run from a training loop of one's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from anabranch.queue.url import RunUrl
+from anabranch.workers.island import Island
+from anabranch.workers.session import Session as Session
+from anabranch.workers.trains import Trains
+
+
+def join(
+    url: str | RunUrl,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    name: str | None = None,
+    label: str = "",
+    duty: float = 1.0,
+    offload_base: bool = False,
+    warm_start: bool = False,
+) -> Trains:
+    """Join a run with a model of your own and adopt the global parameters.
+
+    Only parameters with `requires_grad` are synchronized, as float32; frozen ones and buffers stay as they are here.
+    Blocks until the global model is adopted. Raises `LayoutMismatch` (names the first differing tensor),
+    `MemberRefused`, `UsageError` (a bad name or URL, a sharded model) or `ServerError`.
+
+    `duty`: share of the time spent training. `offload_base`: keep 4 bytes per parameter on the host, not the device.
+    `warm_start`: if the run is under way, take over the optimizer state of a peer (of the same kind of optimizer)
+    instead of warming up; waits at most 20 s for it.
+
+    Where torch.distributed is initialised with several processes (torchrun), these are one worker: every rank calls
+    this, and then the session's methods, together. See `anabranch.workers.island`.
+    """
+    device = str(next(model.parameters()).device)
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        device = f"{ranks} × {device}"
+        kind: type[Session | Island] = Island
+    else:
+        kind = Session
+    session: Trains = kind(
+        url,
+        model,
+        optimizer,
+        name=name,
+        label=label,
+        device=device,
+        duty=duty,
+        offload_base=offload_base,
+        warm_start=warm_start,
+    )
+    return session.start()

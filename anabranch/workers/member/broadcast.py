@@ -1,0 +1,49 @@
+"""What the synchronizer says to everybody, as one incarnation reads it: from a cursor of its own."""
+
+from __future__ import annotations
+
+import logging
+
+from anabranch.errors import MessageError
+from anabranch.queue import messages
+from anabranch.queue.streams import StreamReader
+from anabranch.workers.member.line import Line
+
+log = logging.getLogger("anabranch.worker")
+
+
+class Broadcast:
+    """Begins nowhere: `to_end` says where."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._reader = StreamReader()
+        self._cut_off = False
+
+    async def to_end(self) -> None:
+        """Read on from where it ends now: what came before is left out."""
+        self._cut_off = False
+        self._reader.rewind(self._line.keys.broadcast, await self._line.tail())
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the connection was lost since `to_end`: the server may have been started again with less."""
+        return self._cut_off
+
+    async def read(self, block_ms: int, what: str = "read the broadcast") -> list[tuple[int, messages.Message]]:
+        """New entries with their numbers; waits up to `block_ms` for the first."""
+        entries = await self._line.persist(
+            lambda: self._line.read(self._reader, block_ms), what, on_state=self._note_state
+        )
+        result = []
+        for entry in entries:
+            try:
+                message = messages.decode(entry.fields.get(b"m", b""), self._line.keys.run)
+            except MessageError as error:
+                log.warning("broadcast entry not understood: %s", error)
+                continue
+            result.append((int(entry.fields.get(b"n", b"0")), message))
+        return result
+
+    def _note_state(self, hearing: bool) -> None:
+        self._cut_off = self._cut_off or not hearing
