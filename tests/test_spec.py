@@ -27,7 +27,7 @@ from anabranch.spec import MUTABLE, RunSpec, parse_spec
         ({"rounds": 5}, r"rounds = 5"),
         ({"merge": {"outer_momentum": 1.0}}, r"merge\.outer_momentum = 1\.0: input should be less than 1"),
         ({"merge": {"outer_lr": float("nan")}}, r"merge\.outer_lr = nan"),
-        ({"workers": {"codec": "fp8"}}, r"workers\.codec = 'fp8': input should be 'fp32' or 'bf16'"),
+        ({"workers": {"codec": "fp8"}}, r"workers\.codec = 'fp8': input should be 'fp32', 'bf16' or 'fp16'"),
         ({"name": "a/b"}, r"name = 'a/b'"),
         ({"name": "a\n"}, r"name = "),
         ({"task": {"name": "a b"}}, r"task\.name = 'a b'"),

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Literal
 
-Codec = Literal["fp32", "bf16"]
+Codec = Literal["fp32", "bf16", "fp16"]
 Rule = Literal["radial", "average"]
