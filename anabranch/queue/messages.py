@@ -218,6 +218,7 @@ class Progress(Message):
     rest_s: Seconds = 0.0  # duty-cycle rest
     life_s: Seconds = 0.0  # since training began
     bytes_sent: Count = 0
+    memory_bytes: Count = 0  # of the process, resident; 0: not known
     device: Label = ""
     heldout_loss: Loss = None  # evaluator only
     measured: Annotated[list[Version], Field(max_length=1024)] = []  # versions heldout_loss was measured on

@@ -84,6 +84,7 @@ def a_report() -> msg.Progress:
         heldout_loss=2.25,
         measured=[3, 4],
         measured_tokens=600,
+        memory_bytes=700,
         timeline="2-old",
         leased=5,
         leases=[msg.Held(number=5, delivered=4, settled=3)],

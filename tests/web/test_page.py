@@ -161,6 +161,8 @@ async def test_rounds_members_and_heldout_loss_move(browser: Browser, run_url: s
         await shown.until(".slot .words", "/2")
         await shown.until("#closed li", "all arrived")
         await shown.until(".chart .value", "5.500")
+        tooltips = "[...document.querySelectorAll('#members .label')].map((label) => label.title)"
+        assert all(tip.endswith("MB of memory") for tip in await shown.ask(tooltips)), "of each worker's process"
         steps = "Number(document.querySelector('#members td.number').textContent.replace(',', ''))"
         before, merged = await shown.ask(steps), int((await shown.read("#merged")).replace(",", ""))
         measure(judge, 2.125, 50_000)

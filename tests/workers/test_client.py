@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 from anabranch.errors import LayoutMismatch, MemberRefused, UnsuitableServer
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32, layout_for
+from anabranch.orchestrator.web.app import picture
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.control import send_command
 from anabranch.queue.streams import Entry, StreamReader
 from anabranch.queue.url import RunUrl
 from anabranch.workers.member.client import Client
+from anabranch.workers.member.heart import Vitals
 from anabranch.workers.member.identity import Identity, default_name
 from anabranch.workers.member.synthetic import NumpyStore, Pace, SyntheticOptions, SyntheticWorker
 from tests.conftest import ServerFactory
@@ -422,6 +425,23 @@ async def test_reports_are_coalesced(run_url: str, run_name: str) -> None:
         await wait_until(lambda: worker.step > steps + 200, "many steps more")
         assert worker.client._heart.beats - beats < (worker.step - steps) / 5
         assert await run.redis.xlen(run.keys.progress("only")) <= 200
+
+
+async def test_heartbeats_say_how_much_memory_the_process_has(run_url: str, run_name: str) -> None:
+    async with bench(run_url, make_spec(run_name)) as run:
+        run.add("only", QUICK)
+        await run.reach(1)
+        [shown] = picture(run.synchronizer)["members"]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+        assert peak / 10 < shown["memory_bytes"] <= peak * 1.01
+
+
+def test_where_the_system_does_not_say_it_no_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("pathlib.Path.read_text", missing)
+    assert Vitals().fields()["memory_bytes"] == 0
 
 
 # --- outages ----------------------------------------------------------------------------------------------

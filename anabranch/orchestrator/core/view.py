@@ -172,6 +172,7 @@ def _member(state: State, member: Member, now: float, longest_s: float) -> dict[
         "pending": weighted(member.pending, sizes),
         "unexplained": weighted([abs(member.imbalances.get(f.index, 0)) for f in state.fragments], sizes),
         "bytes_sent": said.bytes_sent if said is not None else 0,
+        "memory_bytes": said.memory_bytes if said is not None else 0,
         "leases": len(member.leases),
     }
 

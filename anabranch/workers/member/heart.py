@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from anabranch.workers.member.line import Line
@@ -32,8 +34,18 @@ class Vitals:
     measured_tokens: int = 0
 
     def fields(self) -> dict[str, Any]:
-        """As a progress message has them."""
-        return {**vars(self), "loss": finite(self.loss), "heldout_loss": finite(self.heldout_loss)}
+        """As a progress message has them. Called in the I/O thread."""
+        losses = {"loss": finite(self.loss), "heldout_loss": finite(self.heldout_loss)}
+        return {**vars(self), **losses, "memory_bytes": resident_bytes()}
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now; 0 where the system does not say (it does on Linux)."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Heart:

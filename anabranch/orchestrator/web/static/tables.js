@@ -1,7 +1,7 @@
 // Fragments, members and the ledger.
 
 import { $, attr, keyed, make, text } from "./dom.js";
-import { count, duration, loss, plural, whole } from "./format.js";
+import { bytes, count, duration, loss, plural, whole } from "./format.js";
 import { drawDots } from "./rounds.js";
 
 const DEPARTED_SHOWN = 20;
@@ -75,7 +75,8 @@ function updateMember(row, m, heartbeat) {
   const worker = m.role === "worker";
   text(who.children[0], m.name);
   text(who.children[1], [worker ? "" : m.role, m.label, m.device].filter(Boolean).join(" · "));
-  attr(who.children[1], "title", who.children[1].textContent);
+  const memory = m.memory_bytes ? `${bytes(m.memory_bytes)} of memory` : "";
+  attr(who.children[1], "title", [who.children[1].textContent, memory].filter(Boolean).join(" · "));
   attr(row, "data-condition", m.condition);
   if (!condition.firstChild) condition.append(make("span", { "aria-hidden": "true", class: "glyph" }), " ", make("span"));
   text(condition.children[0], CONDITIONS[m.condition] ?? "?");
