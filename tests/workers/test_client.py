@@ -120,6 +120,22 @@ async def test_it_takes_no_part_on_a_server_that_may_evict(server_factory: Serve
             await client.open(stack)
 
 
+async def test_it_closes_all_its_connections_even_if_one_cannot_be_closed(run_url: str) -> None:
+    client, closed = Client(RunUrl.parse(run_url), Identity("w")), list[str]()
+    stack = AsyncExitStack()
+    for name in ("redis", "pulse", "reading"):
+
+        async def cancelled(name: str = name) -> None:
+            closed.append(name)
+            raise asyncio.CancelledError
+
+        getattr(client.line, name).aclose = cancelled
+    client.line.close_with(stack)
+    with pytest.raises(asyncio.CancelledError):
+        await stack.aclose()
+    assert sorted(closed) == ["pulse", "reading", "redis"]
+
+
 @asynccontextmanager
 async def direct(run: Bench, name: str, layout: Layout | None = None) -> AsyncIterator[tuple[Client, Any]]:
     """A client and its `serve` task, without a training loop."""

@@ -100,7 +100,7 @@ class Client:
     async def open(self, stack: AsyncExitStack) -> RunRecord:
         """Connect, check the server and read the run's definition; waits until a synchronizer has written it."""
         line = self.line
-        stack.push_async_callback(line.close)
+        line.close_with(stack)
         await check_server(line.redis, line.url)
         waiting = False
         while (record := await line.read_run()) is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -47,9 +48,10 @@ class Line:
         reading = connection("reader", retries=0)
         return cls(url, keys, name, redis, pulse, reading, RedisBlobs(redis, keys), Outages(log))
 
-    async def close(self) -> None:
-        for redis in (self.reading, self.pulse, self.redis):
-            await redis.aclose()
+    def close_with(self, stack: AsyncExitStack) -> None:
+        """Each by itself: who is cancelled while closing one closes the others all the same."""
+        for redis in (self.redis, self.pulse, self.reading):
+            stack.push_async_callback(redis.aclose)
 
     async def persist(
         self,
