@@ -11,7 +11,7 @@ from typing import Any
 
 from anabranch import faults
 
-_OWN = {"PYTEST_CURRENT_TEST"}  # of pytest itself
+_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # of pytest and torch, who set them when they like
 _LOGGERS = ("", "anabranch", "asyncio")
 
 Look = dict[str, Any]

@@ -172,9 +172,10 @@ async def test_a_stop_is_meant_for_the_standby_too(run_url: str, run_name: str) 
         standby = Synchronizer(RunUrl.parse(run_url), spec)
         task = asyncio.create_task(standby.run(), name="standby")
         await wait_until(lambda: standby.standby_for is not None, "it stands by")
+        await run.settle()  # a round that is under way is merged after a stop, too
+        versions = run.versions()
         await run.command("stop")
         await run.synchronizer.stopped.wait()
-        versions = run.versions()
     await wait_until(standby.stopped.is_set, "the standby took over and says that the run is stopped")
     assert standby.core is not None
     assert standby.core.state.stopped
