@@ -15,9 +15,8 @@ CREDIBLE_FACTOR = 4.0  # between a claimed step time and the observed one: repor
 
 
 def progressed(state: State, sender: str, said: Progress, now: float) -> Iterator[Instruction]:
-    member = state.speaker(said.incarnation, sender)
+    member = yield from outcomes.speaker(state, said.incarnation, sender)
     if member is None:
-        yield from outcomes.speaks_for_none(state, said.incarnation, sender)
         return
     fits = _fits(state, said)
     if fits and (reason := timelines.claim_of_newer(state, member, said)) is not None:

@@ -6,7 +6,7 @@ supersedes the base books each one on it; what arrives later is booked when it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Literal
 
 from anabranch.orchestrator.core.events import Offer
@@ -109,6 +109,14 @@ def _book_unmerged(
 
 
 # --- whose sender is nobody any more ----------------------------------------------------------------------
+
+
+def speaker(state: State, incarnation: int, sender: str) -> Generator[Instruction, None, Member | None]:
+    """The member that speaks, for `yield from`; None, and who sent it is told why, if it is nobody."""
+    member = state.speaker(incarnation, sender)
+    if member is None:
+        yield from speaks_for_none(state, incarnation, sender)
+    return member
 
 
 def speaks_for_none(state: State, incarnation: int, sender: str) -> Iterator[Instruction]:

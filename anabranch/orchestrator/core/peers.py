@@ -20,11 +20,8 @@ WARM_STEPS = 20  # a peer's optimizer has averages worth having after this many
 def asked(state: State, event: Heard, said: StateRequest, now: float) -> Iterator[Instruction]:
     """Ask the peer that has made the most steps, if there is one."""
     yield Consume("request for a peer's state read", event.sender, (event.entry,))
-    joiner = state.speaker(said.incarnation, event.sender)
-    if joiner is None:
-        yield from outcomes.speaks_for_none(state, said.incarnation, event.sender)
-        return
-    if not joiner.is_worker or not joiner.live:
+    joiner = yield from outcomes.speaker(state, said.incarnation, event.sender)
+    if joiner is None or not joiner.is_worker or not joiner.live:
         return
     peers = [m for m in state.members.values() if m is not joiner and m.incarnation not in said.not_from]
     longest_s = policies.longest_step_s(state, now)
@@ -47,12 +44,9 @@ def _can_give(member: Member, condition: str) -> bool:
 def given(state: State, event: Heard, said: StateOffer) -> Iterator[Instruction]:
     """Pass a peer's answer on, if it was asked and the joiner is still there."""
     yield Consume("a peer's state read", event.sender, (event.entry,))
-    peer = state.speaker(said.incarnation, event.sender)
-    if peer is None:
-        yield from outcomes.speaks_for_none(state, said.incarnation, event.sender)
-        return
+    peer = yield from outcomes.speaker(state, said.incarnation, event.sender)
     joiner = state.members.get(said.to)
-    if joiner is None or not joiner.live or joiner.state_from != peer.incarnation:
+    if peer is None or joiner is None or not joiner.live or joiner.state_from != peer.incarnation:
         return
     joiner.state_from = 0
     if said.claim is not None and said.claim.owner != peer.name:

@@ -25,11 +25,8 @@ MOST_HELD = 64  # leases of one worker
 def asked(state: State, event: Heard, said: RangeRequest) -> Iterator[Instruction]:
     """Grant what is there. What was granted before and not heard of is said again, so a repeat does no harm."""
     yield Consume("range request read", event.sender, (event.entry,))
-    member = state.speaker(said.incarnation, event.sender)
-    if member is None:
-        yield from outcomes.speaks_for_none(state, said.incarnation, event.sender)
-        return
-    if not member.is_worker or not state.born:
+    member = yield from outcomes.speaker(state, said.incarnation, event.sender)
+    if member is None or not member.is_worker or not state.born:
         return
     if state.data is None:
         state.data = _cut(state, said)
