@@ -119,7 +119,7 @@ class Fleet:
 
     def _report(self, index: int, steps: int) -> None:
         said = messages.Progress(
-            incarnation=index + 1, role="worker", steps=steps, step_s=STEP_S, adopted=list(self.adopted),
+            incarnation=index + 1, steps=steps, step_s=STEP_S, adopted=list(self.adopted),
             held=list(self.held[index]), processed=steps * TOKENS, discarded=list(self.discarded[index]),
             pending=list(self.held[index]), read=self.engine.broadcast, timeline=self.engine.state.timeline,
         )  # fmt: skip

@@ -170,7 +170,6 @@ class World:
     def _report(self, worker: Worker) -> None:
         said = messages.Progress(
             incarnation=worker.incarnation,
-            role="worker",
             step_s=worker.step_s,
             loss=worker.loss,
             timeline=worker.learner.timeline,

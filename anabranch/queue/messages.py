@@ -204,7 +204,6 @@ class Progress(Message):
 
     type = "progress"
     incarnation: Count
-    role: Role
     steps: Count
     step_s: Seconds  # exponential average of wall time from step to step; 0 before the second step
     loss: Loss = None
@@ -219,10 +218,8 @@ class Progress(Message):
     life_s: Seconds = 0.0  # since training began
     bytes_sent: Count = 0
     memory_bytes: Count = 0  # of the process, resident; 0: not known
-    device: Label = ""
     heldout_loss: Loss = None  # evaluator only
-    measured: Annotated[list[Version], Field(max_length=1024)] = []  # versions heldout_loss was measured on
-    measured_tokens: Count = 0  # global tokens applied then
+    measured_tokens: Count = 0  # global tokens applied when it was measured
     timeline: Label = ""  # that the versions in `adopted` belong to
     leased: Count = 0  # number of the newest lease taken
     leases: Holding = []  # one up to `leased` that is not here is settled to its end

@@ -52,7 +52,7 @@ def evaluate(
         due = session.paused or time.monotonic() - measured_at >= every_s
         if versions != measured and min(versions) >= 0 and due:
             tokens = session.tokens
-            session.report_heldout(heldout_loss(task, model, batches), versions, tokens)
+            session.report_heldout(heldout_loss(task, model, batches), tokens)
             if on_measured is not None:
                 on_measured()
             measured, measured_at = versions, time.monotonic()

@@ -310,12 +310,12 @@ class Session:
         report: list[int] = self._life().books.report()["adopted"]
         return report
 
-    def report_heldout(self, loss: float, versions: list[int], tokens: int) -> None:
-        """Publish a held-out loss (nats per token) and what it was measured on."""
+    def report_heldout(self, loss: float, tokens: int) -> None:
+        """Publish a held-out loss (nats per token) of the model that `tokens` were merged into."""
         vitals = self._client.vitals
 
         def publish() -> None:  # in the thread that reports, so that no heartbeat sees half of it
-            vitals.measured, vitals.measured_tokens, vitals.heldout_loss = versions, tokens, loss
+            vitals.measured_tokens, vitals.heldout_loss = tokens, loss
             self._client.progressed()
 
         self._call_soon(publish)

@@ -31,7 +31,7 @@ async def _beat(attacker: Attacker, **fields: Any) -> None:
     run = attacker.run
     zeros = [0, 0]
     standard: dict[str, Any] = {
-        "incarnation": attacker.incarnation, "role": "worker", "steps": 1, "step_s": 0.01, "adopted": [0, 0],
+        "incarnation": attacker.incarnation, "steps": 1, "step_s": 0.01, "adopted": [0, 0],
         "held": zeros, "processed": 0, "discarded": zeros, "pending": zeros, "read": 10**6,
     }  # fmt: skip
     progress = messages.Progress.model_construct(**{**standard, **fields})

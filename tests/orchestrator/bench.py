@@ -95,7 +95,6 @@ class Puppet:
     name: str
     incarnation: int
     fragments: int
-    role: msg.Role = "worker"
     steps: int = 0
     step_s: float = 0.125
     processed: int = 0
@@ -123,7 +122,6 @@ class Puppet:
     def progress(self) -> msg.Progress:
         said = {
             "incarnation": self.incarnation,
-            "role": self.role,
             "steps": self.steps,
             "step_s": self.step_s,
             "adopted": list(self.adopted),
@@ -217,8 +215,8 @@ class Bench:
         register = msg.Register.model_validate({"nonce": nonce(name, life), "name": name, **fields})
         result = self.say(name, register)
         for welcome in told(msg.Welcome, result):
-            count, role = len(self.state.fragments), register.role
-            self.puppets[name] = Puppet(name, welcome.incarnation, count, role, timeline=self.state.timeline)
+            count = len(self.state.fragments)
+            self.puppets[name] = Puppet(name, welcome.incarnation, count, timeline=self.state.timeline)
         return result
 
     def worker(self, name: str, *, step_s: float = 0.125) -> Puppet:

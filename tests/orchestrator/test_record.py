@@ -66,7 +66,6 @@ def an_offer() -> Offer:
 def a_report() -> msg.Progress:
     return msg.Progress(
         incarnation=7,
-        role="worker",
         steps=9,
         step_s=0.25,
         loss=2.5,
@@ -80,9 +79,7 @@ def a_report() -> msg.Progress:
         rest_s=1.0,
         life_s=9.0,
         bytes_sent=1234,
-        device="a GPU",
         heldout_loss=2.25,
-        measured=[3, 4],
         measured_tokens=600,
         memory_bytes=700,
         timeline="2-old",

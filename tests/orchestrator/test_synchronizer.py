@@ -155,7 +155,7 @@ async def test_a_member_with_versions_keeps_an_emptied_server_from_a_new_birth(r
         await wait_until(registered, "the old worker registered")
         incarnation = next(iter(run.state.members))
         report = messages.Progress(
-            incarnation=incarnation, role="worker", steps=5, step_s=0.1, adopted=[3, 3], held=[0, 0], processed=5,
+            incarnation=incarnation, steps=5, step_s=0.1, adopted=[3, 3], held=[0, 0], processed=5,
             discarded=[0, 0], pending=[0, 0], read=0,
         )  # fmt: skip
         await run.redis.xadd(run.keys.progress("old"), {"m": messages.encode(report, run_name)})

@@ -321,7 +321,6 @@ class World:
         figures = [9] * (self._numbers % 5)
         return msg.Progress(
             incarnation=victim,
-            role="worker",
             steps=10**9,
             step_s=1e-9,
             adopted=figures,
@@ -374,7 +373,7 @@ class World:
 
     def _report(self, life: Life) -> None:
         if life.incarnation:
-            said = {"incarnation": life.incarnation, "role": "worker", "timeline": life.timeline}
+            said = {"incarnation": life.incarnation, "timeline": life.timeline}
             figures: dict[str, Any] = {**said, "step_s": STEP_S[life.name], **life.books.report()}
             self.feed(ev.Heard(life.name, b"", msg.Progress.model_validate(figures)))
 

@@ -76,7 +76,7 @@ def test_a_newer_schema_is_used_only_for_what_needs_it() -> None:
 @pytest.mark.usefixtures("next_release")
 def test_a_field_that_an_older_schema_does_not_have_is_left_out_and_refused_there() -> None:
     beat = messages.Progress(
-        incarnation=1, role="worker", steps=1, step_s=0.1, adopted=[], held=[], processed=1, discarded=[], pending=[],
+        incarnation=1, steps=1, step_s=0.1, adopted=[], held=[], processed=1, discarded=[], pending=[],
         read=0, train_s=2.5,
     )  # fmt: skip
     newer, older = messages.encode(beat, "r", NEXT), messages.encode(beat, "r", PREVIOUS)

@@ -73,12 +73,11 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
                       "fingerprint": st.from_regex(r"[0-9a-f]{16,64}", fullmatch=True), "after": count},
     "leases": {"incarnation": count, "timeline": text, "leases": st.lists(lease, max_size=3),
                "exhausted": st.booleans(), "refused": text},
-    "progress": {"incarnation": count, "role": st.sampled_from(["worker", "evaluator"]), "steps": count,
-                 "step_s": seconds, "loss": loss, "adopted": numbers, "held": figure_list, "processed": figure,
+    "progress": {"incarnation": count, "steps": count, "step_s": seconds, "loss": loss,
+                 "adopted": numbers, "held": figure_list, "processed": figure,
                  "discarded": figure_list, "pending": figure_list, "read": count, "train_s": seconds,
                  "rest_s": seconds, "life_s": seconds, "bytes_sent": count, "memory_bytes": count,
-                 "device": text, "heldout_loss": loss,
-                 "measured": numbers, "measured_tokens": count, "timeline": text, "leased": count,
+                 "heldout_loss": loss, "measured_tokens": count, "timeline": text, "leased": count,
                  "leases": st.lists(held, max_size=3), "idle": st.booleans()},
     "welcome": {"name": name, "nonce": nonce, "incarnation": count},
     "refused": {"name": name, "nonce": nonce, "reason": text, "retry": st.booleans()},
@@ -236,7 +235,7 @@ def test_what_is_no_map_is_refused(data: bytes) -> None:
 
 
 PROGRESS = {
-    "incarnation": 1, "role": "worker", "steps": 1, "step_s": 0.1, "loss": 1.0, "adopted": [0], "held": [1],
+    "incarnation": 1, "steps": 1, "step_s": 0.1, "loss": 1.0, "adopted": [0], "held": [1],
     "processed": 1, "discarded": [0], "pending": [1], "read": 1,
 }  # fmt: skip
 
@@ -259,7 +258,6 @@ def test_a_plain_report_is_taken() -> None:
         ("steps", True),
         ("processed", -5),
         ("incarnation", -1),
-        ("role", "leader"),
         ("processed", 2**48 + 1),
         ("adopted", [-2]),
         ("pending", [-1]),
@@ -284,6 +282,11 @@ def test_a_contribution_has_at_least_one_token_and_no_absurd_number(tokens: int)
             incarnation=1, fragment=0, timeline="", base=0, base_digest=bytes(32), round=1, tokens=tokens, steps=1,
             figures=figures, claim=claim,
         )  # fmt: skip
+
+
+def test_a_role_that_there_is_not_is_refused() -> None:
+    with pytest.raises(MalformedMessage, match=r"register\.role"):
+        decode(envelope({"nonce": bytes(16), "name": "a", "role": "leader"}, t="register"), RUN)
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "a/b", "a:b", "ä", "a" * 65, "a\n", "../x", "{a}"])

@@ -58,8 +58,8 @@ class FakeSession:
     def versions(self) -> list[int]:
         return self.script[self.at]
 
-    def report_heldout(self, loss: float, versions: list[int], tokens: int) -> None:
-        self.reports.append((loss, versions, tokens))
+    def report_heldout(self, loss: float, tokens: int) -> None:
+        self.reports.append((loss, self.versions(), tokens))
 
 
 def play(session: Any, every_s: float = 0.0) -> list[list[int]]:

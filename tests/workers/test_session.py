@@ -279,7 +279,7 @@ async def test_an_evaluator_reports_what_it_measured(run_url: str, run_name: str
         try:
             await train_until(worker, model, run, 1)
             await wait_until(lambda: watcher.poll(0.0) == [] and min(watcher.versions()) >= 1, "it follows")
-            watcher.report_heldout(2.5, watcher.versions(), 123)
+            watcher.report_heldout(2.5, 123)
             await wait_until(lambda: (123, 2.5) in run.state.heldout, "the loss arrived")
         finally:
             await asyncio.to_thread(watcher.close)

@@ -189,9 +189,7 @@ class Client:
             return None
         message = messages.Progress(
             incarnation=life.number,
-            role=self.identity.role,
             bytes_sent=self.bytes_sent,
-            device=self.identity.device,
             timeline=life.learner.timeline,
             **self.vitals.fields(),
             **life.books.report(),

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ class Vitals:
     life_s: float = 0.0
     idle: bool = False  # no data is left for us
     heldout_loss: float | None = None
-    measured: list[int] = field(default_factory=list)
     measured_tokens: int = 0
 
     def fields(self) -> dict[str, Any]:
