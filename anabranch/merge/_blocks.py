@@ -28,6 +28,7 @@ _TINY_MEAN_SQUARE = 1e-30
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class MapBlocks(Protocol):
@@ -37,35 +38,19 @@ class MapBlocks(Protocol):
         """Apply `fn` to every item."""
 
 
-class _Scratch(threading.local):
-    """One thread's work areas, made when first used and kept: page faults cost more than the arithmetic."""
-
-    def __init__(self) -> None:
-        self._areas: dict[str, NDArray[Any]] = {}
-
-    def area(self, name: str, dtype: type[np.generic], size: int) -> NDArray[Any]:
-        found = self._areas.get(name)
-        if found is None:
-            found = self._areas[name] = np.empty(BLOCK, dtype)
-        return found[:size]
+_areas = threading.local()
 
 
-_scratch = _Scratch()
+def scratch(dtype: type[_Scalar], size: int, name: str = "") -> NDArray[_Scalar]:
+    """This thread's work area of that type and name, [size <= BLOCK]; its content does not survive the next caller.
 
-
-def scratch32(size: int) -> Float32:
-    """This thread's float32 work area, [size <= BLOCK]; its content does not survive the next caller."""
-    return _scratch.area("f32", np.float32, size)
-
-
-def scratch64(size: int, name: str = "f64") -> Float64:
-    """This thread's float64 work area of that name, [size <= BLOCK]."""
-    return _scratch.area(name, np.float64, size)
-
-
-def scratch_bool(size: int) -> NDArray[np.bool_]:
-    """This thread's work area of truth values, [size <= BLOCK]."""
-    return _scratch.area("bool", np.bool_, size)
+    It is made when first used and kept: page faults cost more than the arithmetic.
+    """
+    key = dtype.__name__ + name
+    if not hasattr(_areas, key):
+        setattr(_areas, key, np.empty(BLOCK, dtype))
+    area: NDArray[_Scalar] = getattr(_areas, key)
+    return area[:size]
 
 
 def spans(start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -98,7 +83,7 @@ def sum_squares(block: Float32) -> float:
     if cut == 0:
         return sum_squares_exact(block)
     rows = block[:cut].reshape(-1, _RUN)
-    sums = scratch32(len(rows))
+    sums = scratch(np.float32, len(rows))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.einsum("ij,ij->i", rows, rows, out=sums, optimize=False)
         total = float(np.add.reduce(sums, dtype=np.float64))
@@ -109,7 +94,7 @@ def sum_squares(block: Float32) -> float:
 
 def sum_squares_exact(block: Float32 | Float64) -> float:
     """Sum of squares of one block in float64 throughout: no float32 value is too large or small."""
-    wide = scratch64(block.size)
+    wide = scratch(np.float64, block.size)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.copyto(wide, block)
         np.multiply(wide, wide, out=wide)

@@ -27,8 +27,7 @@ from anabranch.merge._blocks import (
     Float64,
     MapBlocks,
     run_blocks,
-    scratch32,
-    scratch64,
+    scratch,
     spans,
     sum_squares,
     sum_squares_exact,
@@ -237,7 +236,7 @@ class _Merge:
 
         def combine(block: _Block) -> tuple[float, ...]:
             position, low, high = block
-            out, term = self.out[low:high], scratch32(high - low)
+            out, term = self.out[low:high], scratch(np.float32, high - low)
             try:
                 with np.errstate(over="raise", invalid="raise", under="ignore"):
                     first, *rest = zip(self.deltas, coefficients[position], strict=True)
@@ -280,7 +279,7 @@ class _Merge:
 
     def _combine_wide(self, block: _Block, coefficients: tuple[float, ...]) -> Float64:
         size = block.stop - block.start
-        total, term = scratch64(size, "total"), scratch64(size, "term")
+        total, term = scratch(np.float64, size, "total"), scratch(np.float64, size, "term")
         total[:] = 0.0
         with np.errstate(all="ignore"):
             for delta, coefficient in zip(self.deltas, coefficients, strict=True):

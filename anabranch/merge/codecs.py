@@ -5,10 +5,9 @@ A new codec is its name in `names.py` and an entry in `_CODECS`; everything else
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import get_args
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
@@ -18,19 +17,16 @@ from anabranch.errors import SpecError, UnusablePayload
 from anabranch.merge._blocks import Float32, spans
 from anabranch.merge.names import Codec as Codec
 
-_LITTLE = sys.byteorder == "little"
 
-
-@dataclass(frozen=True)
-class _Implementation:
-    encoded_bytes: Callable[[int], int]
+class _Implementation(NamedTuple):
+    element_bytes: int
     encode: Callable[[Float32], memoryview]
     decode: Callable[[memoryview], Float32]
 
 
 def encoded_bytes(codec: Codec, size: int) -> int:
     """Bytes that `size` elements take on the wire. Raises SpecError for an unknown codec."""
-    return _find(codec).encoded_bytes(size)
+    return _find(codec).element_bytes * size
 
 
 def encode(codec: Codec, flat: Float32) -> memoryview:
@@ -54,7 +50,7 @@ def decode(codec: Codec, buffer: bytes | bytearray | memoryview, size: int) -> F
     """
     implementation = _find(codec)
     raw = memoryview(buffer).cast("B")
-    expected = implementation.encoded_bytes(size)
+    expected = implementation.element_bytes * size
     if raw.nbytes != expected:
         raise UnusablePayload(f"payload has {raw.nbytes} bytes, expected {expected} ({size} elements of {codec})")
     flat = implementation.decode(raw)
@@ -70,13 +66,12 @@ def _decode_fp32(raw: memoryview) -> Float32:
     return np.frombuffer(raw, dtype="<f4").astype(np.float32, copy=False)
 
 
-def _encode_bf16(flat: Float32) -> memoryview:
-    halves: NDArray[np.uint16] = np.empty(flat.size, np.uint16)
-    rounded = halves.view(ml_dtypes.bfloat16)
+def _encode_half(kind: type[Any], flat: Float32) -> memoryview:
+    rounded: NDArray[Any] = np.empty(flat.size, kind)
     with np.errstate(all="ignore"):
         for low, high in spans(0, flat.size):
             rounded[low:high] = flat[low:high]
-    return (halves if _LITTLE else halves.byteswap()).view(np.uint8).data
+    return rounded.view(np.uint16).astype("<u2", copy=False).view(np.uint8).data
 
 
 def _decode_bf16(raw: memoryview) -> Float32:
@@ -88,22 +83,14 @@ def _decode_bf16(raw: memoryview) -> Float32:
     return words.view(np.float32)
 
 
-def _encode_fp16(flat: Float32) -> memoryview:
-    halves: NDArray[np.float16] = np.empty(flat.size, "<f2")
-    with np.errstate(all="ignore"):
-        for low, high in spans(0, flat.size):
-            halves[low:high] = flat[low:high]
-    return halves.view(np.uint8).data
-
-
 def _decode_fp16(raw: memoryview) -> Float32:
     return np.frombuffer(raw, dtype="<f2").astype(np.float32)
 
 
 _CODECS: dict[Codec, _Implementation] = {
-    "fp32": _Implementation(lambda size: 4 * size, _encode_fp32, _decode_fp32),
-    "bf16": _Implementation(lambda size: 2 * size, _encode_bf16, _decode_bf16),
-    "fp16": _Implementation(lambda size: 2 * size, _encode_fp16, _decode_fp16),
+    "fp32": _Implementation(4, _encode_fp32, _decode_fp32),
+    "bf16": _Implementation(2, partial(_encode_half, ml_dtypes.bfloat16), _decode_bf16),
+    "fp16": _Implementation(2, partial(_encode_half, np.float16), _decode_fp16),
 }
 
 

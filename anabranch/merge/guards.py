@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from anabranch.errors import UnusablePayload
-from anabranch.merge._blocks import Float32, scratch_bool, spans, sum_squares
+from anabranch.merge._blocks import Float32, scratch, spans, sum_squares
 from anabranch.merge.fragments import Fragment
 
 
@@ -23,7 +23,7 @@ def norm(flat: Float32) -> float:
 def is_finite(flat: Float32) -> bool:
     """Whether no value of a flat float32 vector is inf or NaN; stops at the first block that has one."""
     blocks = spans(0, flat.size)
-    return all(np.isfinite(flat[low:high], out=scratch_bool(high - low)).all() for low, high in blocks)
+    return all(np.isfinite(flat[low:high], out=scratch(np.bool_, high - low)).all() for low, high in blocks)
 
 
 def inspect(fragment: Fragment, flat: Float32, *, max_norm: float | None) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anabranch.errors import SpecError
-from anabranch.merge._blocks import Float32, MapBlocks, run_blocks, scratch32, spans
+from anabranch.merge._blocks import Float32, MapBlocks, run_blocks, scratch, spans
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OuterOptimizer:
         def update(span: tuple[int, int]) -> None:
             part = slice(*span)
             grad, moved, speed = gradient[part], new_theta[part], new_buf[part]
-            change = scratch32(grad.size)
+            change = scratch(np.float32, grad.size)
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 if buf is None:
                     np.add(grad, np.float32(0.0), out=speed)  # not a copy: -0.0 + 0.0 is 0.0
