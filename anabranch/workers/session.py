@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anabranch.worker")
 
-FACTOR = 0.25  # of the step-time average
 LOSS_EVERY_S = 0.5  # reading a loss from a GPU waits for it
 JOIN_POLL_S = 0.05
 DATA_POLL_S = 0.05  # between two looks for calls and versions while there is no data
@@ -122,12 +121,9 @@ class Session:
         self._thread.start()
         self._cold = True  # until it turns out that everybody's optimizer is new
         while not self._adopted() and not self.stopped:
-            self._wake.wait(JOIN_POLL_S)
-            self._wake.clear()
-            self._check()
+            self.poll(JOIN_POLL_S)
             if self._thread is None:
                 raise UsageError("the session was closed before it had joined the run")
-            self._boundary()
         self._cold = self._cold and self.tokens > 0
         self._await_warmth()
         self._began = self._last = time.monotonic()
@@ -136,10 +132,7 @@ class Session:
     def _await_warmth(self) -> None:
         until = time.monotonic() + WAIT_S
         while self._cold and not self.stopped and not self._life().warm_start.over and time.monotonic() < until:
-            self._wake.wait(JOIN_POLL_S)
-            self._wake.clear()
-            self._check()
-            self._boundary()
+            self.poll(JOIN_POLL_S)
 
     def close(self, reason: str = "done", *, drain_s: float = LEAVE_S, contribute: bool = True) -> None:
         """Send a last contribution for each fragment, say farewell and end the background thread, within `drain_s`.
@@ -257,8 +250,7 @@ class Session:
         if self._duty < 1.0:
             self._rest(trained_s * (1.0 / self._duty - 1.0))
         done = time.monotonic()
-        whole_s = done - self._last
-        vitals.step_s = whole_s if vitals.step_s == 0 else vitals.step_s + FACTOR * (whole_s - vitals.step_s)
+        vitals.stepped(done - self._last)
         vitals.life_s = done - self._began
         self._last = done
         self._call_soon(self._client.progressed)
@@ -299,7 +291,7 @@ class Session:
     # --- evaluation ---------------------------------------------------------------------------------------
 
     def poll(self, timeout_s: float) -> list[int]:
-        """For members that do not train: wait for something new, adopt it; fragments adopted."""
+        """While nothing is trained: wait for something new, adopt it; fragments adopted."""
         self._wake.wait(timeout_s)
         self._wake.clear()
         self._check()

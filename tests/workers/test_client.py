@@ -212,12 +212,12 @@ async def test_after_a_gap_it_reads_the_state_again(
         await wait_until(deaf.ready.is_set, "it has joined")
         gate.open.clear()
         await gate.waiting.wait()
-        seen = life_of(deaf.client)._read
+        seen = life_of(deaf.client).books.last_read
         await run.reach(max(run.versions()) + 4)
         await run.settle()
         revealing = await _forget_entries(run, seen, "merged")
         gate.open.set()
-        await wait_until(lambda: life_of(deaf.client)._read > revealing, "it has read on")
+        await wait_until(lambda: life_of(deaf.client).books.last_read > revealing, "it has read on")
         running = life_of(deaf.client)._fetcher._running
         await wait_until(lambda: all(task.done() for task in running.values()), "it has fetched everything")
         await wait_until(lambda: adopted(deaf) == run.versions(), "it holds the newest versions")
@@ -239,7 +239,7 @@ async def test_a_call_that_a_catch_up_overtook_is_still_answered(run_url: str, r
         await run.settle()
         gate.open.clear()
         await gate.waiting.wait()
-        merged, seen = run.versions()[0], life_of(worker.client)._read
+        merged, seen = run.versions()[0], life_of(worker.client).books.last_read
         await run.post("only", messages.Register(nonce=life_of(worker.client).nonce, name="only"))
         await wait_until(lambda: len(run.tape("joined")) == 2, "an entry that will be missing")
         await send_command(run.redis, run.keys, "resume")

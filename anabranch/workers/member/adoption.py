@@ -94,11 +94,7 @@ class Rebase:
         return store.rebase(fragment, theta, applied)
 
 
-POLICIES: dict[str, type[Overwrite] | type[Blend] | type[Rebase]] = {
-    "overwrite": Overwrite,
-    "blend": Blend,
-    "rebase": Rebase,
-}
+POLICIES: dict[str, type[Adoption]] = {"overwrite": Overwrite, "blend": Blend, "rebase": Rebase}
 
 
 def adoption_of(settings: WorkersSpec) -> Adoption:

@@ -41,6 +41,16 @@ class _Page:
     in_flight: dict[int, _Sent] = field(default_factory=dict)  # by base, which is superseded
 
     @property
+    def waits(self) -> bool:
+        """Whether the contribution on this version has no outcome."""
+        return self.sent > 0 and self.settled is None
+
+    @property
+    def kept(self) -> int:
+        """Tokens that are not discarded if the parameters are: those of the contribution, as booked or as sent."""
+        return self.sent if self.settled is None else self.settled
+
+    @property
     def pending(self) -> int:
         return self.tokens - (self.settled or 0) + sum(sent.tokens for sent in self.in_flight.values())
 
@@ -51,7 +61,7 @@ class _Page:
 
     def rebase(self, version: int) -> None:
         """A new base, and what was not merged stays in the parameters."""
-        if self.sent and self.settled is None:
+        if self.waits:
             self.in_flight[self.version] = _Sent(0, 0)  # its tokens stay pending here, not there
         self.steps = max(0, self.steps - self.steps_sent.get(self.settled or 0, 0))
         self.tokens -= self.settled or 0
@@ -59,10 +69,9 @@ class _Page:
 
     def overwrite(self, version: int, processed: int) -> int:
         """A new base and nothing else in the parameters. Returns tokens discarded."""
-        kept = self.sent if self.settled is None else self.settled
-        if self.sent and self.settled is None:
+        if self.waits:
             self.in_flight[self.version] = _Sent(processed - self.tokens, self.sent)
-        discarded = self.tokens - kept
+        discarded = self.tokens - self.kept
         self.discarded += discarded
         self.tokens = self.steps = 0
         self._begin(version)
@@ -158,8 +167,7 @@ class Books:
         """Bases of contributions without an outcome."""
         with self._lock:
             page = self._pages[fragment]
-            standing = [page.version] if page.sent and page.settled is None else []
-            return [*page.in_flight, *standing]
+            return [*page.in_flight, *([page.version] if page.waits else [])]
 
     def told(self, fragment: int) -> int | None:
         """Base of the contribution whose outcome was told last; None if there was none."""
@@ -196,35 +204,32 @@ class Books:
 
     def outcome(self, verdict: Verdict) -> None:
         """A contribution was booked. Repeats change nothing."""
+        base, tokens = verdict.base, verdict.tokens
         with self._lock:
-            self._outcome(verdict)
-
-    def _outcome(self, verdict: Verdict) -> None:
-        page, base, tokens = self._pages[verdict.fragment], verdict.base, verdict.tokens
-        if page.version == base:
-            if page.sent and page.settled is None:
-                page.settled, page.applied, page.told = tokens, verdict.applied, base
-        elif (sent := page.in_flight.pop(base, None)) is not None:
-            page.told = base
-            page.discarded += max(0, sent.tokens - tokens)  # a newer snapshot replaced the booked one too late
+            page = self._pages[verdict.fragment]
+            if page.version == base:
+                if page.waits:
+                    page.settled, page.applied, page.told = tokens, verdict.applied, base
+            elif (sent := page.in_flight.pop(base, None)) is not None:
+                page.told = base
+                page.discarded += max(0, sent.tokens - tokens)  # a newer snapshot replaced the booked one too late
 
     def has_outcome(self, fragment: int, base: int) -> bool:
         """Whether a contribution on `base` no longer waits."""
         with self._lock:
             page = self._pages[fragment]
-            if page.version == base:
-                return page.sent == 0 or page.settled is not None
-            return base not in page.in_flight
+            return not page.waits if page.version == base else base not in page.in_flight
 
-    def read(self, number: int) -> None:
-        """Every broadcast entry up to `number` is accounted for."""
+    def read(self, number: int, *, anew: bool = False) -> None:
+        """Every broadcast entry up to `number` is accounted for. `anew`: under a new timeline, which may be behind
+        what was read before."""
         with self._lock:
-            self._read = max(self._read, number)
+            self._read = number if anew else max(self._read, number)
 
-    def read_anew(self, number: int) -> None:
-        """Under a new timeline: what was read before may have been numbered higher than the run is now."""
-        with self._lock:
-            self._read = number
+    @property
+    def last_read(self) -> int:
+        """Number of the last broadcast entry that is accounted for."""
+        return self._read
 
     def lease(self, lease: Lease) -> bool:
         """Take a data range; False if it was taken before."""
@@ -287,7 +292,6 @@ class Books:
         """Leaving: whatever was not sent is discarded; final figures per fragment."""
         with self._lock:
             for page in self._pages:
-                kept = page.sent if page.settled is None else page.settled
-                page.discarded += page.tokens - kept
-                page.tokens = kept
+                page.discarded += page.tokens - page.kept
+                page.tokens = page.kept
             return [Figures(processed=self._processed, discarded=p.discarded, pending=p.pending) for p in self._pages]

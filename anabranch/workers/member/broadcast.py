@@ -18,17 +18,12 @@ class Broadcast:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._reader = StreamReader()
-        self._cut_off = False
+        self.cut_off = False  # connection lost since `to_end`: the server may have been started again with less
 
     async def to_end(self) -> None:
         """Read on from where it ends now: what came before is left out."""
-        self._cut_off = False
+        self.cut_off = False
         self._reader.rewind(self._line.keys.broadcast, await self._line.tail())
-
-    @property
-    def cut_off(self) -> bool:
-        """Whether the connection was lost since `to_end`: the server may have been started again with less."""
-        return self._cut_off
 
     async def read(self, block_ms: int, what: str = "read the broadcast") -> list[tuple[int, messages.Message]]:
         """New entries with their numbers; waits up to `block_ms` for the first."""
@@ -46,4 +41,4 @@ class Broadcast:
         return result
 
     def _note_state(self, hearing: bool) -> None:
-        self._cut_off = self._cut_off or not hearing
+        self.cut_off = self.cut_off or not hearing

@@ -14,6 +14,7 @@ from typing import Any
 from anabranch.workers.member.line import Line
 from anabranch.workers.member.outbox import finite
 
+FACTOR = 0.25  # of the step-time average
 LEAST_S = 0.1  # reports are coalesced to 10 per second
 _KEPT = 16  # entries of the stream
 _TTL_S = 3600  # a stream nobody reads any more must not stay for ever
@@ -31,6 +32,10 @@ class Vitals:
     idle: bool = False  # no data is left for us
     heldout_loss: float | None = None
     measured_tokens: int = 0
+
+    def stepped(self, whole_s: float) -> None:
+        """A step took `whole_s`, from the end of the one before to its own."""
+        self.step_s += (whole_s - self.step_s) * (FACTOR if self.step_s else 1.0)
 
     def fields(self) -> dict[str, Any]:
         """As a progress message has them. Called in the I/O thread."""

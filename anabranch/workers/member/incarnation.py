@@ -91,7 +91,6 @@ class Incarnation:
         self._tasks = tasks
         sizes = [fragment.size for fragment in layout.fragments]
         self._fetcher = Fetcher(line, sizes, self._newest, self._deliver, tasks)
-        self._read = 0  # number of the last broadcast entry read
         self._timeline = ""  # of the versions we follow
         self._asked_init = False  # for version 0
         self._leaving = False
@@ -116,13 +115,13 @@ class Incarnation:
                 await self._start_over()
                 continue
             for number, message in entries:
-                if number > self._read + 1 or getattr(message, "timeline", self._timeline) != self._timeline:
-                    log.info("broadcast jumped from %d to %d: reading the state again", self._read, number)
+                read = self.books.last_read
+                if number > read + 1 or getattr(message, "timeline", self._timeline) != self._timeline:
+                    log.info("broadcast jumped from %d to %d: reading the state again", read, number)
                     await self._start_over()
                     break
-                if number > self._read or isinstance(message, messages.Call):
+                if number > read or isinstance(message, messages.Call):
                     await self._take(message)  # else: what was read from `state` contains it; calls it does not
-                self._read = max(self._read, number)
                 self.books.read(number)
 
     def _begin_aside(self) -> None:
@@ -216,12 +215,7 @@ class Incarnation:
         same, self._timeline = self._timeline == head.timeline, head.timeline
         self.learner.go_on_under(head.timeline)
         self._settle(own.outcomes if own is not None else [])
-        self.books.read(snapshot.broadcast)
-        if same:
-            self._read = max(self._read, snapshot.broadcast)
-        else:  # numbers of a stretch that was lost may be higher than the run's are now
-            self._read = snapshot.broadcast
-            self.books.read_anew(snapshot.broadcast)
+        self.books.read(snapshot.broadcast, anew=not same)
         self._process.supply.caught_up(own.leases if own is not None else [], same_timeline=same)
         if head.asked_init == self.number and not snapshot.fragments:
             self._answer_init()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -82,12 +82,8 @@ class SyntheticOptions:
         return layout_for(spec, [(f"tensor.{i}", (self.size,)) for i in range(self.tensors)])
 
 
-class Train(Protocol):
-    """What one simulated step does to the parameters."""
-
-    def __call__(self, store: NumpyStore, step: int) -> float | None:
-        """Change `store.theta`; return a loss or None."""
-        ...
+Train = Callable[[NumpyStore, int], float | None]
+"""What one simulated step, of that number, does to `store.theta`; returns a loss or None."""
 
 
 def decay(store: NumpyStore, step: int) -> float | None:
@@ -228,7 +224,7 @@ class SyntheticWorker:
         life.books.step(self._pace.tokens)
         now, vitals = time.monotonic(), self.client.vitals
         whole_s = now - self._last
-        vitals.step_s = whole_s if vitals.step_s == 0 else vitals.step_s + 0.25 * (whole_s - vitals.step_s)
+        vitals.stepped(whole_s)
         vitals.train_s, vitals.life_s, vitals.loss = vitals.train_s + whole_s, now - self._began, loss
         self._last = now
         life.learner.boundary(loss, life.outbox.submit, self._pace.step_s)
