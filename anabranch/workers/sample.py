@@ -6,7 +6,7 @@ comes after the prompt, `length` in units of the task's own (bytes, tokens).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,8 @@ from anabranch.errors import CheckpointError, UsageError
 from anabranch.model import Float32, unflatten
 from anabranch.spec import parse_spec
 from anabranch.workers.tasks.base import Task
-from anabranch.workers.tasks.gpt import GPT, GPTConfig, GPTTask
 from anabranch.workers.tasks.named import BUILT_IN, load_task
 from anabranch.workers.torch_store import trainable
-
-
-@torch.inference_mode()
-def generate(
-    model: GPT, config: GPTConfig, prompt: bytes, max_new_bytes: int, temperature: float = 0.8, seed: int = 0
-) -> bytes:
-    """`max_new_bytes` bytes that the model continues `prompt` with (the prompt itself is not returned).
-
-    The same seed gives the same bytes on one machine. At temperature 0 the likeliest byte is always taken. An
-    empty prompt starts from a newline, as if at the start of a file.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    text = list(prompt or b"\n")
-    start = len(text)
-    for _ in range(max_new_bytes):
-        window = torch.tensor([text[-config.context :]], device=device)  # [1, T]
-        logits = model(window)[0, -1].float().cpu()  # [256]
-        if temperature <= 0:
-            text.append(int(logits.argmax()))
-            continue
-        chances = torch.softmax(logits / temperature, dim=0)
-        text.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return bytes(text[start:])
 
 
 def load_checkpoint_model(
@@ -83,7 +58,8 @@ def continue_text(
     task: Task, model: torch.nn.Module, prompt: str, length: int, temperature: float = 0.8, seed: int = 0
 ) -> str:
     """What the model writes after `prompt`. `UsageError` if the task cannot say."""
-    if not isinstance(task, GPTTask) and not hasattr(task, "sample"):
+    sample: Callable[..., str] | None = getattr(task, "sample", None)
+    if sample is None:
         raise UsageError(
             f"{type(task).__name__} cannot be sampled: give it a method `sample(model, prompt, length, temperature, "
             "seed) -> str`"
@@ -91,11 +67,7 @@ def continue_text(
     training = model.training
     model.eval()
     try:
-        if isinstance(task, GPTTask) and isinstance(model, GPT):
-            text = generate(model, task.config, prompt.encode(), length, temperature, seed)
-            return text.decode(errors="replace")
-        sampled: str = getattr(task, "sample")(model, prompt, length, temperature, seed)  # noqa: B009
-        return sampled
+        return sample(model, prompt, length, temperature, seed)
     finally:
         model.train(training)
 

@@ -11,9 +11,9 @@ import torch
 
 from anabranch.errors import CheckpointError, SpecError
 from anabranch.spec import parse_spec
-from anabranch.workers.sample import generate, load_checkpoint_model, sample_checkpoint
+from anabranch.workers.sample import load_checkpoint_model, sample_checkpoint
 from anabranch.workers.tasks.base import CosineSchedule, Task
-from anabranch.workers.tasks.gpt import GPT, GPTTask
+from anabranch.workers.tasks.gpt import GPT, GPTTask, generate
 from tests.saved import memory_url, save_model
 
 SMALL = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "warmup_tokens": 0, "learning_rate": 1e-2}

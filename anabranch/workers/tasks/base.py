@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 
 from anabranch.workers.batches import TokenBatch as TokenBatch
+from anabranch.workers.tasks.options import require
 
 if TYPE_CHECKING:
     from anabranch.workers.shards import Shards
@@ -64,6 +67,66 @@ class SharedTask(Task, Protocol):
     def dataset(self) -> Shards[Any]:
         """The shared dataset; its `batch(indices, epoch)` gives what `loss` takes."""
         ...
+
+
+def generator_of(seed: int, worker: str) -> np.random.Generator:
+    """For a worker's own batches: repeatable for (seed, worker), different for every worker."""
+    digest = hashlib.sha256(f"{seed}:{worker}".encode()).digest()
+    return np.random.default_rng(np.frombuffer(digest, dtype=np.uint32))
+
+
+def continued(
+    logits: Callable[[list[int]], torch.Tensor], tokens: list[int], length: int, temperature: float, seed: int
+) -> list[int]:
+    """`length` tokens after `tokens`. `logits` gives those of the next one, [vocabulary], for all tokens so far.
+
+    The same seed gives the same ones on one machine. At temperature 0 the likeliest is always taken.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = list(tokens)
+    for _ in range(length):
+        scores = logits(text).float().cpu()
+        if temperature <= 0:
+            text.append(int(scores.argmax()))
+        else:
+            chances = torch.softmax(scores / temperature, dim=0)
+            text.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return text[len(tokens) :]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Options that the built-in tasks share: AdamW, with a cosine schedule over the tokens the run has merged."""
+
+    learning_rate: float
+    final_learning_rate: float
+    warmup_tokens: int
+    total_tokens: int  # merged by the whole run, when the schedule reaches its end
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "final_learning_rate"):
+            require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0, below 1")
+        for name in ("warmup_tokens", "weight_decay"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+
+    def rate(self, global_tokens: int) -> float:
+        """The learning rate once the run has merged so many tokens."""
+        lengths = self.warmup_tokens, self.total_tokens
+        return CosineSchedule(self.learning_rate, self.final_learning_rate, *lengths).at(global_tokens)
+
+    def adamw(self, model: torch.nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+        """AdamW over what is trained; biases and norms' gains are not decayed."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=self.rate(0), betas=(self.beta1, self.beta2), fused=fused)
 
 
 @dataclass(frozen=True)

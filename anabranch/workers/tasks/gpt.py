@@ -10,7 +10,6 @@ positions were tried only with the poor initial weights, where they gained 0.06 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,11 +21,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anabranch.errors import SpecError
 from anabranch.workers.data import ByteCorpus, Bytes, load_corpus
 from anabranch.workers.shards import TokenWindows, text_folder
-from anabranch.workers.tasks.base import CosineSchedule, TokenBatch
-from anabranch.workers.tasks.options import read_options
+from anabranch.workers.tasks.base import Recipe, TokenBatch, continued, generator_of
+from anabranch.workers.tasks.options import read_options, require
 
 VOCABULARY = 256
 HELDOUT_WINDOWS = 128
@@ -36,7 +34,7 @@ _ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(Recipe):
     """The options of the task `gpt`, as in `[task.options]` of run.toml. Sizes of windows are in bytes."""
 
     context: int = 64
@@ -56,27 +54,11 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("context", "layers", "heads", "width", "lookback", "batch", "total_tokens"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("learning_rate", "final_learning_rate"):
-            _require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
-        for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0, below 1")
-        for name in ("warmup_tokens", "weight_decay"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        _require(
-            self.width % (2 * self.heads) == 0, "width", self.width, f"a multiple of 2 × heads = {2 * self.heads}"
-        )
-        _require(self.lookback <= self.context, "lookback", self.lookback, f"at most context = {self.context}")
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> GPTConfig:
-        """Check names and types of the options; SpecError names the key, the value and what is allowed."""
-        return read_options(cls, options, "gpt")
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise SpecError(f"task.options.{name} = {value!r}: it must be {allowed}")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        super().__post_init__()
+        whole = 2 * self.heads
+        require(self.width % whole == 0, "width", self.width, f"a multiple of 2 × heads = {whole}")
+        require(self.lookback <= self.context, "lookback", self.lookback, f"at most context = {self.context}")
 
 
 class _Block(nn.Module):
@@ -155,13 +137,7 @@ class GPTTask:
     """The task `gpt` (a `base.Task`): byte-level language modelling of a folder of text."""
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self.config = GPTConfig.from_options(options or {})
-        self._schedule = CosineSchedule(
-            self.config.learning_rate,
-            self.config.final_learning_rate,
-            self.config.warmup_tokens,
-            self.config.total_tokens,
-        )
+        self.config = read_options(GPTConfig, options or {}, "gpt")
 
     def build_model(self, device: torch.device | str = "cpu") -> GPT:
         """Built on the CPU and then moved, so that one torch seed gives the same values on every device."""
@@ -169,23 +145,11 @@ class GPTTask:
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """AdamW; norms' gains are not decayed."""
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-        gains = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-        return torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self.config.weight_decay},
-                {"params": gains, "weight_decay": 0.0},
-            ],
-            lr=self.learning_rate(0),
-            betas=(self.config.beta1, self.config.beta2),
-            fused=True,
-        )
+        return self.config.adamw(model, fused=True)
 
     def batches(self, seed: int, worker: str) -> Iterator[TokenBatch]:
         """Random windows of the training text, drawn by a generator of (seed, worker)."""
-        digest = hashlib.sha256(f"{seed}:{worker}".encode()).digest()
-        rng = np.random.default_rng(np.frombuffer(digest, dtype=np.uint32))
-        corpus = self._corpus()
+        rng, corpus = generator_of(seed, worker), self._corpus()
         while True:
             yield _batch(corpus.random_windows(rng, self.config.batch, self.config.context))
 
@@ -209,13 +173,34 @@ class GPTTask:
 
     def learning_rate(self, global_tokens: int) -> float:
         """Warm-up and cosine over the run's merged tokens."""
-        return self._schedule.at(global_tokens)
+        return self.config.rate(global_tokens)
+
+    def sample(self, model: nn.Module, prompt: str, length: int, temperature: float, seed: int) -> str:
+        """`length` bytes that the model continues `prompt` with, as text; what is no UTF-8 is replaced."""
+        return generate(model, self.config, prompt.encode(), length, temperature, seed).decode(errors="replace")
 
     def _corpus(self) -> ByteCorpus:
         return load_corpus(self._folder())
 
     def _folder(self) -> Path | None:
         return Path(self.config.data) if self.config.data else None
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module, config: GPTConfig, prompt: bytes, max_new_bytes: int, temperature: float = 0.8, seed: int = 0
+) -> bytes:
+    """`max_new_bytes` bytes that the model continues `prompt` with (the prompt itself is not returned).
+
+    See `base.continued`. An empty prompt starts from a newline, as if at the start of a file.
+    """
+    device = next(model.parameters()).device
+
+    def logits(text: list[int]) -> torch.Tensor:
+        last: torch.Tensor = model(torch.tensor([text[-config.context :]], device=device))[0, -1]  # [256]
+        return last
+
+    return bytes(continued(logits, list(prompt or b"\n"), max_new_bytes, temperature, seed))
 
 
 def _batch(windows: Bytes) -> TokenBatch:

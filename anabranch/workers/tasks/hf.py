@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from anabranch.errors import SpecError, UsageError
 from anabranch.workers.shards import TokenWindows
-from anabranch.workers.tasks.base import CosineSchedule, TokenBatch
+from anabranch.workers.tasks.base import Recipe, TokenBatch, continued, generator_of
 from anabranch.workers.tasks.options import read_options, require
 from anabranch.workers.tokens import TokenCorpus, load_tokens
 
@@ -37,19 +37,12 @@ _LOADING = threading.Lock()  # transformers patches its classes meanwhile: what 
 HELDOUT_WINDOWS = 64
 _DTYPES = ("float32", "bfloat16")
 _HASHED = (
-    "*.safetensors",
-    "*.bin",
-    "config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "spiece.model",
-    "*.tiktoken",
-)
+    "*.safetensors", "*.bin", "config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model", "*.tiktoken",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class HFConfig:
+class HFConfig(Recipe):
     """The options of the task `hf`, as in `[task.options]` of run.toml. Lengths are in tokens of the tokenizer."""
 
     model: str = ""  # folder of model and tokenizer; every member may have its own place for it: --model
@@ -60,7 +53,7 @@ class HFConfig:
     learning_rate: float = 5e-5
     final_learning_rate: float = 5e-6
     warmup_tokens: int = 10_000
-    total_tokens: int = 10_000_000  # merged by the whole run, when the schedule reaches its end
+    total_tokens: int = 10_000_000
     beta1: float = 0.9
     beta2: float = 0.98
     weight_decay: float = 0.01
@@ -75,12 +68,8 @@ class HFConfig:
     def __post_init__(self) -> None:
         for name in ("context", "batch", "total_tokens", "max_mb", "lora_r", "lora_alpha"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("learning_rate", "final_learning_rate"):
-            require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
-        for name in ("beta1", "beta2", "lora_dropout"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0, below 1")
-        for name in ("warmup_tokens", "weight_decay"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        super().__post_init__()
+        require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "at least 0, below 1")
         require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {', '.join(_DTYPES)}")
         require(bool(self.targets), "lora_targets", self.lora_targets, "all-linear, or names of modules")
 
@@ -105,12 +94,6 @@ class HFTask:
                 "name one with --model"
             )
         self._folder = folder
-        self._schedule = CosineSchedule(
-            self.config.learning_rate,
-            self.config.final_learning_rate,
-            self.config.warmup_tokens,
-            self.config.total_tokens,
-        )
 
     # --- the model ----------------------------------------------------------------------------------------
 
@@ -158,15 +141,7 @@ class HFTask:
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """AdamW over what is trained; biases and norms' gains are not decayed."""
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(
-            [
-                {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.config.weight_decay},
-                {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=self.learning_rate(0),
-            betas=(self.config.beta1, self.config.beta2),
-        )
+        return self.config.adamw(model)
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> torch.Tensor:
         """Mean cross entropy in nats per token."""
@@ -181,7 +156,7 @@ class HFTask:
 
     def learning_rate(self, global_tokens: int) -> float:
         """Warm-up and cosine over the run's merged tokens."""
-        return self._schedule.at(global_tokens)
+        return self.config.rate(global_tokens)
 
     # --- the data -----------------------------------------------------------------------------------------
 
@@ -196,8 +171,7 @@ class HFTask:
 
     def batches(self, seed: int, worker: str) -> Iterator[TokenBatch]:
         """Random windows of the training tokens, drawn by a generator of (seed, worker)."""
-        digest = hashlib.sha256(f"{seed}:{worker}".encode()).digest()
-        rng = np.random.default_rng(np.frombuffer(digest, dtype=np.uint32))
+        rng = generator_of(seed, worker)
         while True:
             starts = rng.integers(0, self._last_start(self._tokens.train) + 1, size=self.config.batch)
             yield self._windows(self._tokens.train, starts)
@@ -243,18 +217,14 @@ class HFTask:
     def sample(self, model: nn.Module, prompt: str, length: int, temperature: float, seed: int) -> str:
         """`length` new tokens that the model continues `prompt` with, as text without the prompt."""
         device = next(model.parameters()).device
-        generator = torch.Generator().manual_seed(seed)
         tokens: list[int] = self.tokenizer(prompt)["input_ids"] or [self.tokenizer.eos_token_id or 0]
-        start = len(tokens)
-        for _ in range(length):
+
+        def logits(tokens: list[int]) -> torch.Tensor:
             window = torch.tensor([tokens[-self.config.context :]], device=device)  # [1, T]
-            logits = model(input_ids=window).logits[0, -1].float().cpu()  # [vocabulary]
-            if temperature <= 0:
-                tokens.append(int(logits.argmax()))
-            else:
-                chances = torch.softmax(logits / temperature, dim=0)
-                tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-        text: str = self.tokenizer.decode(tokens[start:])
+            last: torch.Tensor = model(input_ids=window).logits[0, -1]  # [vocabulary]
+            return last
+
+        text: str = self.tokenizer.decode(continued(logits, tokens, length, temperature, seed))
         return text
 
 
