@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from anabranch.workers.session import Session
-    from anabranch.workers.tasks.base import Batch, Task
+from anabranch.workers.session import Session
+from anabranch.workers.tasks.base import Batch, Task
 
 POLL_S = 0.1
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from anabranch.errors import UsageError
+from anabranch.spec import WorkersSpec
+from anabranch.workers.tasks.base import SharedTask
 from anabranch.workers.torch_store import trainable
-
-if TYPE_CHECKING:
-    from anabranch.spec import WorkersSpec
-    from anabranch.workers.tasks.base import SharedTask
 
 log = logging.getLogger("anabranch.worker")
 

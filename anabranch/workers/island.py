@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,10 +39,8 @@ from anabranch.shuffle import Indices
 from anabranch.workers.member.client import LEAVE_S
 from anabranch.workers.optimizer_state import load_state
 from anabranch.workers.session import REWARM_STEPS, Companion, Session
+from anabranch.workers.shards import Shards
 from anabranch.workers.torch_store import shapes, trainable
-
-if TYPE_CHECKING:
-    from anabranch.workers.shards import Shards
 
 T = TypeVar("T")
 

@@ -20,11 +20,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
+from typing import Literal, Self, TypeVar, cast
+
+import torch
 
 from anabranch.errors import LayoutMismatch, MemberRefused, StateUnusable, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
+from anabranch.queue.records import RunRecord
 from anabranch.queue.url import RunUrl
 from anabranch.workers.member.client import LEAVE_S, Client
 from anabranch.workers.member.feed import Feed
@@ -32,13 +35,8 @@ from anabranch.workers.member.identity import Identity, default_name
 from anabranch.workers.member.incarnation import Incarnation
 from anabranch.workers.member.learner import Outgoing, Refusal
 from anabranch.workers.member.warm_start import WAIT_S, Pack, WarmStart
+from anabranch.workers.shards import Shards
 from anabranch.workers.torch_store import TorchStore, shapes
-
-if TYPE_CHECKING:
-    import torch
-
-    from anabranch.queue.records import RunRecord
-    from anabranch.workers.shards import Shards
 
 log = logging.getLogger("anabranch.worker")
 

@@ -34,15 +34,12 @@ class Shards(Protocol[T_co]):
     @property
     def fingerprint(self) -> str:
         """Hexadecimal, 16 to 64 digits: equal for equal data."""
-        ...
 
     def __len__(self) -> int:
         """Items."""
-        ...
 
     def batch(self, indices: Indices, epoch: int) -> T_co:
         """What these items, int64 [n], make up in this epoch (counted from 0), on the CPU."""
-        ...
 
 
 class TokenWindows:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from anabranch.errors import UsageError
+from anabranch.merge.fragments import Layout
 from anabranch.workers.member.adoption import Float32
-
-if TYPE_CHECKING:
-    from anabranch.merge.fragments import Layout
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

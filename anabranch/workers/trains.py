@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
+
+import torch
 
 from anabranch.workers.member.client import LEAVE_S
-
-if TYPE_CHECKING:
-    import torch
-
-    from anabranch.workers.shards import Shards
+from anabranch.workers.shards import Shards
 
 T = TypeVar("T")
 

@@ -30,19 +30,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from anabranch.errors import UsageError
+from anabranch.queue.url import RunUrl
 from anabranch.workers.joining import join
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from anabranch.queue.url import RunUrl
-    from anabranch.workers.trains import Trains
+from anabranch.workers.trains import Trains
 
 Count = int | torch.Tensor  # a scalar; reading it waits for the device, so that is left for the end of the step
 IGNORED = -100  # a label that is no prediction

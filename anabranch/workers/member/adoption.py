@@ -15,13 +15,12 @@ What a store must offer is `ParameterStore`; torch and numpy implement it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from anabranch.spec import WorkersSpec
+from anabranch.spec import WorkersSpec
 
 Float32 = NDArray[np.float32]
 
@@ -34,24 +33,19 @@ class ParameterStore(Protocol):
 
     def delta(self, fragment: int) -> Float32:
         """Δ = Θ_base − θ as a new vector."""
-        ...
 
     def load(self, fragment: int, theta: Float32) -> None:
         """Make `theta` both live parameters and base."""
-        ...
 
     def blend(self, fragment: int, theta: Float32, alpha: float) -> bool:
         """θ ← α·θ + (1−α)·`theta`, and `theta` is the base. False, and nothing changed, if θ is not finite."""
-        ...
 
     def rebase(self, fragment: int, theta: Float32, applied: Float32 | None) -> bool:
         """θ ← `theta` + (θ − Θ_base) + `applied`, and `theta` is the base. False, and nothing changed, if θ is not
         finite."""
-        ...
 
     def initial(self, fragment: int) -> Float32:
         """The live parameters, before anything was adopted."""
-        ...
 
 
 class Adoption(Protocol):
@@ -62,7 +56,6 @@ class Adoption(Protocol):
     def carry(self, store: ParameterStore, fragment: int, theta: Float32, applied: Float32 | None) -> bool:
         """Take `theta` in and keep what was not merged. `applied`: the Δ of ours that was merged since the base, as
         sent. False, and nothing changed: the live parameters are to be overwritten (they may not be finite)."""
-        ...
 
 
 class Overwrite:

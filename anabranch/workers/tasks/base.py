@@ -6,16 +6,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
 
 from anabranch.workers.batches import TokenBatch as TokenBatch
+from anabranch.workers.shards import Shards
 from anabranch.workers.tasks.options import require
-
-if TYPE_CHECKING:
-    from anabranch.workers.shards import Shards
 
 
 class Batch(Protocol):
@@ -62,11 +60,9 @@ class SharedTask(Task, Protocol):
     @property
     def batch(self) -> int:
         """Items per step."""
-        ...
 
     def dataset(self) -> Shards[Any]:
         """The shared dataset; its `batch(indices, epoch)` gives what `loss` takes."""
-        ...
 
 
 def generator_of(seed: int, worker: str) -> np.random.Generator:
