@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from anabranch.errors import UsageError
 
 Bytes = NDArray[np.uint8]
+_Item = TypeVar("_Item", bound=np.generic)
 
 _SUFFIXES = """
     .c .cfg .cpp .css .csv .go .h .hpp .htm .html .ini .java .js .json .jsonl .kt .lua .md .py .pyi .rb .rs
@@ -26,10 +28,7 @@ _SUFFIXES = """
 """
 TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
 _TESTS = {"test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3"}  # as large as the library itself
-_TABLES = {
-    "encodings",
-    "pydoc_data",
-}  # generated; one of these files would be two thirds of the held-out text
+_TABLES = {"encodings", "pydoc_data"}  # generated; one of these files would be two thirds of the held-out text
 _STDLIB_SKIPS = frozenset({"site-packages", "dist-packages", "__pycache__"} | _TESTS | _TABLES)
 _FOLDER_SKIPS = frozenset({"__pycache__", ".git", ".venv", "node_modules"})
 
@@ -64,6 +63,31 @@ def is_heldout(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64
 
 
+def sides(files: list[Path], directory: Path | None, max_bytes: int) -> list[tuple[list[Path], int]]:
+    """The files (of `text_files(directory)`) to train on and those held out, each with the bytes to read at most."""
+    root = directory or _stdlib()
+    heldout = {path for path in files if is_heldout(_name(path, root))}
+    return [
+        ([path for path in files if path not in heldout], int(max_bytes * (1 - HELDOUT_SHARE))),
+        ([path for path in files if path in heldout], int(max_bytes * HELDOUT_SHARE)),
+    ]
+
+
+def none_empty(parts: list[NDArray[_Item]], unit: str, directory: Path | None) -> list[NDArray[_Item]]:
+    """Training and held-out `parts`; if the split by files left one empty (very few files), the last twentieth is
+    held out instead.
+
+    UsageError when there is too little text for that.
+    """
+    if not all(part.size for part in parts):
+        text = np.concatenate(parts)
+        parts = np.split(text, [text.size - int(text.size * HELDOUT_SHARE)])
+    if not all(part.size for part in parts):
+        root = directory or _stdlib()
+        raise UsageError(f"the text files in {root} are too short, {parts[0].size} {unit}: some kilobytes are needed")
+    return parts
+
+
 @dataclass(frozen=True, eq=False)
 class ByteCorpus:
     """Training and held-out text as two flat byte arrays; no file is in both."""
@@ -73,23 +97,9 @@ class ByteCorpus:
 
     @classmethod
     def load(cls, directory: Path | None = None, max_bytes: int = MAX_BYTES) -> ByteCorpus:
-        """Read the files of `text_files(directory)`, at most `max_bytes` in all.
-
-        Where the split by files leaves one side empty (a folder with very few files), the last twentieth of
-        the text is held out instead. UsageError when there is too little text for that.
-        """
-        root = _stdlib() if directory is None else directory
-        files = text_files(directory)
-        heldout_names = {path for path in files if is_heldout(_name(path, root))}
-        train = _join((path for path in files if path not in heldout_names), int(max_bytes * (1 - HELDOUT_SHARE)))
-        heldout = _join((path for path in files if path in heldout_names), int(max_bytes * HELDOUT_SHARE))
-        if not train.size or not heldout.size:
-            text = np.concatenate([train, heldout])
-            cut = text.size - int(text.size * HELDOUT_SHARE)
-            train, heldout = text[:cut], text[cut:]
-        if not train.size or not heldout.size:
-            raise UsageError(f"the text files in {root} hold {train.size} bytes: some kilobytes are needed")
-        return cls(train, heldout)
+        """Read the files of `text_files(directory)`, at most `max_bytes` in all. UsageError as for `none_empty`."""
+        parts = [_join(files, limit) for files, limit in sides(text_files(directory), directory, max_bytes)]
+        return cls(*none_empty(parts, "bytes", directory))
 
     def random_windows(self, rng: np.random.Generator, batch: int, length: int) -> Bytes:
         """`batch` random pieces of the training text, each of `length` inputs and the byte after them."""

@@ -69,7 +69,7 @@ def export_checkpoint(where: str | Path, out: Path, options: ExportOptions | Non
         adapter = adapter_of(tensors, restored.manifest["spec"].get("task", {}), options.config)
         with _appearing(out) as temporary:
             _write_shard(temporary / ADAPTER_WEIGHTS, adapter.tensors)
-            _write_text(temporary / ADAPTER_CONFIG, json.dumps(adapter.config, indent=2) + "\n")
+            _write_json(temporary / ADAPTER_CONFIG, adapter.config)
         return sorted(path.name for path in out.iterdir())
     if options.format == "hf":
         source = options.config or _model_of_run(restored)
@@ -78,10 +78,10 @@ def export_checkpoint(where: str | Path, out: Path, options: ExportOptions | Non
     with _appearing(out) as temporary:
         _write_shards(temporary, tensors, options.max_shard_mb * 1_000_000)
         if config is not None:
-            _write_text(temporary / CONFIG, json.dumps(_described(config), indent=2) + "\n")
-        for path in [folder / name for name in BESIDE_CONFIG] if folder is not None else []:
-            if path.is_file():
-                shutil.copyfile(path, temporary / path.name)
+            _write_json(temporary / CONFIG, _described(config))
+        for name in BESIDE_CONFIG:
+            if folder is not None and (folder / name).is_file():
+                shutil.copyfile(folder / name, temporary / name)
     return sorted(path.name for path in out.iterdir())
 
 
@@ -238,8 +238,7 @@ def _write_shards(folder: Path, tensors: Tensors, limit: int) -> None:
         _write_shard(folder / file, shard)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(array.nbytes for array in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _split(tensors: Tensors, limit: int) -> list[Tensors]:
@@ -261,8 +260,8 @@ def _write_shard(path: Path, tensors: Tensors) -> None:
         os.fsync(file.fileno())
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write_json(path: Path, value: object) -> None:
     with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(json.dumps(value, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())

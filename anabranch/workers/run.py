@@ -106,7 +106,7 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     task, model, device = _build(spec, options)
     batch = _batch(task, model, options.batch)
     optimizer = task.build_optimizer(model)
-    session = Session(
+    with Session(
         url,
         model,
         optimizer,
@@ -116,8 +116,7 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
         duty=options.duty,
         offload_base=options.offload_base,
         warm_start=options.warm_start,
-    )
-    with session as s:
+    ) as s:
         ending.session, ending.joined = s, True
         log.info("%s", memory_needed(model, spec.workers, offload_base=options.offload_base))
         _train(s, task, model, optimizer, _source(s, task, spec.seed, batch, own=options.own_data), ending)

@@ -81,10 +81,8 @@ class Session:
         warm_start: bool = False,
         companion: Companion | None = None,
     ) -> None:
-        """Prepare; `start` joins. `duty`: share of the time spent training, the rest is rested away.
-        `offload_base`: keep the base of each fragment on the host (`TorchStore`). `warm_start`: take over the
-        optimizer state of a peer, if the run is under way and one has it; needs `optimizer`. `companion`: told what
-        happens at step boundaries, in the training thread."""
+        """Prepare; `start` joins. Options are those of `anabranch.join`; `warm_start` needs `optimizer`. `companion`:
+        told what happens at step boundaries, in the training thread."""
         if warm_start and optimizer is None:
             raise UsageError("warm_start=True: the session has to be given the optimizer")
         self._offload_base = offload_base

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import secrets
-import sysconfig
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.errors import UsageError
-from anabranch.workers.data import HELDOUT_SHARE, is_heldout, text_files
+from anabranch.workers.data import none_empty, sides, text_files
 
 log = logging.getLogger("anabranch.worker")
 
@@ -45,14 +45,13 @@ def load_tokens(directory: Path | None, tokenizer: Any, max_bytes: int) -> Token
     After each file comes the tokenizer's end token, if it has one. `UsageError` if there is no text.
     """
     files = text_files(directory)
-    root = directory or Path(sysconfig.get_path("stdlib"))
     place = _cache() / _key(files, tokenizer, max_bytes)
     if not (place / "meta.json").is_file():
         log.info("tokenizing %d files; kept in %s", len(files), place)
-        _make(place, root, files, tokenizer, max_bytes)
+        _make(place, directory, files, tokenizer, max_bytes)
     meta = json.loads((place / "meta.json").read_text())
-    parts = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in ("train", "heldout")}
-    return TokenCorpus(parts["train"], parts["heldout"], meta["fingerprint"])
+    train, heldout = (np.load(place / f"{name}.npy", mmap_mode="r") for name in ("train", "heldout"))
+    return TokenCorpus(train, heldout, meta["fingerprint"])
 
 
 def _cache() -> Path:
@@ -72,34 +71,22 @@ def _key(files: list[Path], tokenizer: Any, max_bytes: int) -> str:
     return digest.hexdigest()[:32]
 
 
-def _make(place: Path, root: Path, files: list[Path], tokenizer: Any, max_bytes: int) -> None:
+def _make(place: Path, directory: Path | None, files: list[Path], tokenizer: Any, max_bytes: int) -> None:
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    names = {path: os.path.relpath(path, root).replace(os.sep, "/") for path in files}
-    sides = {
-        "train": ([p for p in files if not is_heldout(names[p])], int(max_bytes * (1 - HELDOUT_SHARE))),
-        "heldout": ([p for p in files if is_heldout(names[p])], int(max_bytes * HELDOUT_SHARE)),
-    }
-    arrays = {name: _tokens(chosen, tokenizer, limit, dtype) for name, (chosen, limit) in sides.items()}
-    if not all(array.size for array in arrays.values()):  # very few files: the last twentieth is held out
-        everything = np.concatenate(list(arrays.values()))
-        cut = everything.size - int(everything.size * HELDOUT_SHARE)
-        arrays = {"train": everything[:cut], "heldout": everything[cut:]}
-    if not all(array.size for array in arrays.values()):
-        raise UsageError(f"the text files in {root} are too short: some kilobytes are needed")
-    fingerprint = hashlib.sha256(np.ascontiguousarray(arrays["train"]).view(np.uint8).data).hexdigest()
+    parts = [_tokens(part, tokenizer, limit, dtype) for part, limit in sides(files, directory, max_bytes)]
+    train, heldout = none_empty(parts, "tokens", directory)
+    fingerprint = hashlib.sha256(np.ascontiguousarray(train).view(np.uint8).data).hexdigest()
     temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
-    for name, array in arrays.items():
-        np.save(temporary / f"{name}.npy", array)
+    np.save(temporary / "train.npy", train)
+    np.save(temporary / "heldout.npy", heldout)
     (temporary / "meta.json").write_text(json.dumps({"fingerprint": fingerprint}))
     try:
         temporary.rename(place)
     except OSError:  # another process of this machine was faster
         if not (place / "meta.json").is_file():
             raise
-        for path in temporary.iterdir():
-            path.unlink()
-        temporary.rmdir()
+        shutil.rmtree(temporary)
 
 
 def _tokens(files: Iterable[Path], tokenizer: Any, limit_bytes: int, dtype: Any) -> Tokens:

@@ -84,19 +84,15 @@ class TorchStore:
     @torch.no_grad()
     def load(self, fragment: int, theta: Float32) -> None:
         new = self._on_device(theta)
-        self._bases[fragment].copy_(new)
-        for parameter, start, stop in self._parts[fragment]:
-            parameter.copy_(new[start:stop].view(parameter.shape))
+        self._put(fragment, new, new)
 
     @torch.no_grad()
     def blend(self, fragment: int, theta: Float32, alpha: float) -> bool:
-        """θ ← α·θ + (1−α)·`theta`; see `ParameterStore`."""
         new = self._on_device(theta)
         return self._replace(fragment, new, torch.lerp(new, self._live(fragment), alpha))
 
     @torch.no_grad()
     def rebase(self, fragment: int, theta: Float32, applied: Float32 | None) -> bool:
-        """θ ← `theta` + (θ − Θ_base) + `applied`; see `ParameterStore`."""
         new = self._on_device(theta)
         live = self._live(fragment).sub_(self._bases[fragment].to(new.device)).add_(new)
         if applied is not None:
@@ -106,10 +102,13 @@ class TorchStore:
     def _replace(self, fragment: int, base: torch.Tensor, live: torch.Tensor) -> bool:
         if not bool(torch.isfinite(live).all()):
             return False
+        self._put(fragment, base, live)
+        return True
+
+    def _put(self, fragment: int, base: torch.Tensor, live: torch.Tensor) -> None:
         self._bases[fragment].copy_(base)
         for parameter, start, stop in self._parts[fragment]:
             parameter.copy_(live[start:stop].view(parameter.shape))
-        return True
 
     def _live(self, fragment: int) -> torch.Tensor:
         """The live parameters as a new flat float32 vector on their device."""

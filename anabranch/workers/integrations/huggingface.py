@@ -141,24 +141,21 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        session, self.session = self.session, None
-        self._stop_counting()
-        if session is not None:
-            if error is None:
-                session.close("training was left", contribute=False)
-            else:
-                session.__exit__(kind, error, trace)
+        if error is None:
+            self.close("training was left")
+        elif (session := self._let_go()) is not None:
+            session.__exit__(kind, error, trace)
 
     def _leave(self, reason: str, *, contribute: bool) -> None:
-        session, self.session = self.session, None
-        self._stop_counting()
-        if session is not None:
+        if (session := self._let_go()) is not None:
             session.close(reason, contribute=contribute)
 
-    def _stop_counting(self) -> None:
+    def _let_go(self) -> Trains | None:
+        """The session, which is to be left; nothing is counted for it any more."""
         if self._counter is not None:
             self._counter.remove()
-            self._counter = None
+        session, self.session, self._counter = self.session, None, None
+        return session
 
 
 def _check(args: TrainingArguments) -> None:

@@ -68,11 +68,9 @@ class Outbox:
         await self._queue.join()
 
     async def _decline(self, item: Refusal) -> None:
-        call = item.call
+        number, call = self._incarnation, item.call
         await self._post(
-            messages.Decline(
-                incarnation=self._incarnation, fragment=call.fragment, round=call.round, reason=item.reason
-            )
+            messages.Decline(incarnation=number, fragment=call.fragment, round=call.round, reason=item.reason)
         )
 
     async def _contribute(self, item: Outgoing) -> None:
