@@ -77,12 +77,10 @@ def merge_fragment(
     above zero: the round is skipped.
 
     Sums run in the order given: pass contributors in a fixed order, by worker id, and the bits do not
-    depend on who arrived first. `map_blocks` may be an executor's `.map`; the bits do not depend on its
-    number of threads either (one numpy build and instruction set).
-
-    An executor must not be the one this call itself runs on (it would wait for its own thread). `out`, if
-    given, receives and is the result: a warm array [fragment.size] saves the page faults of a new one, 15-30 %
-    of the time for large fragments. It must not overlap a delta.
+    depend on who arrived first. `map_blocks` may be an executor's `.map` (not of the one this call runs on: it would
+    wait for its own thread); the bits do not depend on its number of threads either (one numpy build and
+    instruction set). `out`, if given, receives and is the result: a warm array [fragment.size] that overlaps no
+    delta saves the page faults of a new one, 15-30 % of the time for large fragments.
 
     Defined cases:
     - contributors of weight 0 are ignored entirely; if one remains, the result is an exact copy of its delta;
@@ -97,12 +95,13 @@ def merge_fragment(
     or shape.
     """
     _check(fragment, deltas, weights)
-    _check_out(fragment, deltas, out)
+    if out is None:
+        out = np.empty(fragment.size, np.float32)
+    else:
+        _check_out(fragment, deltas, out)
     taking = [(delta, weight) for delta, weight in zip(deltas, weights, strict=True) if weight > 0]
     if not taking:
         return None
-    if out is None:
-        out = np.empty(fragment.size, np.float32)
     if len(taking) == 1:
         np.copyto(out, taking[0][0])
         return out
@@ -126,9 +125,7 @@ def _check(fragment: Fragment, deltas: Sequence[Float32], weights: Sequence[floa
             )
 
 
-def _check_out(fragment: Fragment, deltas: Sequence[Float32], out: Float32 | None) -> None:
-    if out is None:
-        return
+def _check_out(fragment: Fragment, deltas: Sequence[Float32], out: Float32) -> None:
     if out.dtype != np.float32 or out.shape != (fragment.size,) or not out.flags.writeable:
         raise ValueError(f"out: fragment {fragment.index} needs writable float32 of shape ({fragment.size},)")
     if any(np.may_share_memory(out, delta) for delta in deltas):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,17 @@ _PREFIX = "base_model.model."  # what PEFT's wrapper adds to every name
 _LORA = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])\.(?P<adapter>[^.]+)\.weight")
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """Tensors and config of a PEFT folder."""
-
-    tensors: dict[str, Float32]
-    config: dict[str, Any]
-
-
 def is_adapter(tensors: Mapping[str, Float32]) -> bool:
     """Whether these are what a PEFT model trains, and not a whole model."""
     return any(_LORA.fullmatch(name) for name in tensors)
 
 
-def adapter_of(tensors: Mapping[str, Float32], task: Mapping[str, Any], config: Path | None) -> Adapter:
-    """For PEFT's `from_pretrained`. Rank and modules are told by the tensors; scale and base model by `config` (an
-    adapter_config.json, a folder with one, or the base model's folder), else by the options of the task `hf`.
+def adapter_of(
+    tensors: Mapping[str, Float32], task: Mapping[str, Any], config: Path | None
+) -> tuple[dict[str, Float32], dict[str, Any]]:
+    """Tensors and config of a folder for PEFT's `from_pretrained`. Rank and modules are told by the tensors;
+    scale and base model by `config` (an adapter_config.json, a folder with one, or the base model's folder), else by
+    the options of the task `hf`.
 
     `CheckpointError` for tensors that are no plain LoRA, `UsageError` if nothing tells the scale.
     """
@@ -59,7 +53,7 @@ def adapter_of(tensors: Mapping[str, Float32], task: Mapping[str, Any], config: 
         **_scale_and_base(task, config),
     }
     renamed = {name.replace(f".{adapters[0]}.weight", ".weight"): tensors[name] for name in matches}
-    return Adapter(renamed, described)
+    return renamed, described
 
 
 def _scale_and_base(task: Mapping[str, Any], config: Path | None) -> dict[str, Any]:

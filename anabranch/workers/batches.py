@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ class TokenBatch:
     targets: torch.Tensor  # int64 [B, T]
 
     @classmethod
-    def of(cls, windows: NDArray[np.int64]) -> Self:
-        """From rows of T + 1 tokens, [B, T + 1]: each is predicted from those before it."""
-        tokens = torch.from_numpy(windows)
+    def of(cls, windows: NDArray[Any]) -> Self:
+        """From rows of T + 1 tokens, integers [B, T + 1]: each is predicted from those before it."""
+        tokens = torch.from_numpy(windows.astype(np.int64, copy=False))
         return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     @property

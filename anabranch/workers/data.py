@@ -105,13 +105,13 @@ class ByteCorpus:
         """`batch` random pieces of the training text, each of `length` inputs and the byte after them."""
         last = _last_start(self.train, length, "training")
         starts = rng.integers(0, last + 1, size=batch)
-        return _windows(self.train, starts, length)  # [batch, length + 1]
+        return windows(self.train, starts, length)  # [batch, length + 1]
 
     def heldout_windows(self, count: int, length: int) -> Bytes:
         """`count` pieces of the held-out text, evenly spaced and always the same."""
         last = _last_start(self.heldout, length, "held-out")
         starts = np.linspace(0, last, num=count).astype(np.int64)
-        return _windows(self.heldout, starts, length)  # [count, length + 1]
+        return windows(self.heldout, starts, length)  # [count, length + 1]
 
 
 @lru_cache(maxsize=4)
@@ -166,6 +166,7 @@ def _last_start(text: Bytes, length: int, which: str) -> int:
     return last
 
 
-def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> Bytes:
-    windows: Bytes = text[starts[:, None] + np.arange(length + 1)]
-    return windows
+def windows(text: NDArray[_Item], starts: NDArray[np.int64], length: int) -> NDArray[_Item]:
+    """Pieces of `text` that begin at `starts`, each of `length` inputs and what follows: [starts, length + 1]."""
+    pieces: NDArray[_Item] = text[starts[:, None] + np.arange(length + 1)]
+    return pieces

@@ -37,10 +37,7 @@ def evaluate(
     ending: Callable[[], bool],
     on_measured: Callable[[], object] | None = None,
 ) -> None:
-    """Measure whenever versions changed, at most every `every_s` seconds (at once while the run is paused).
-
-    `on_measured` is called after each measurement.
-    """
+    """Measure, and then call `on_measured`, when versions changed: at most every `every_s`, at once in a pause."""
     batches = task.heldout_batches()
     measured: list[int] | None = None
     measured_at = -every_s

@@ -66,10 +66,10 @@ def export_checkpoint(where: str | Path, out: Path, options: ExportOptions | Non
     tensors = unflatten(restored.layout, restored.thetas)
     config, folder = None, None
     if options.format == "hf" and is_adapter(tensors):
-        adapter = adapter_of(tensors, restored.manifest["spec"].get("task", {}), options.config)
+        weights, described = adapter_of(tensors, restored.manifest["spec"].get("task", {}), options.config)
         with _appearing(out) as temporary:
-            _write_shard(temporary / ADAPTER_WEIGHTS, adapter.tensors)
-            _write_json(temporary / ADAPTER_CONFIG, adapter.config)
+            _write_shard(temporary / ADAPTER_WEIGHTS, weights)
+            _write_json(temporary / ADAPTER_CONFIG, described)
         return sorted(path.name for path in out.iterdir())
     if options.format == "hf":
         source = options.config or _model_of_run(restored)

@@ -107,6 +107,10 @@ class Island:
     """One worker on all ranks of `group` (by default of the whole world). Every public method is a collective call
     unless it says otherwise; figures such as `tokens` are those of the last `step`, equal on all ranks."""
 
+    stopped: str | None = None
+    paused: bool = False
+    tokens: int = 0  # that the whole run has merged so far
+
     def __init__(
         self,
         url: str | RunUrl,
@@ -127,9 +131,6 @@ class Island:
         self._others = _Others()
         self._make_leader = partial(Session, url, model, optimizer, companion=self._others, **options)
         self._introduced: _Introduction | None = None
-        self._stopped: str | None = None
-        self._paused = False
-        self._tokens = 0
         self._tell_loss = True
         self._steps = 0
 
@@ -244,19 +245,6 @@ class Island:
             self._spread(self._parts[fragment])
 
     @property
-    def stopped(self) -> str | None:
-        return self._stopped
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
-
-    @property
-    def tokens(self) -> int:
-        """Tokens the whole run has merged so far, equal on all ranks."""
-        return self._tokens
-
-    @property
     def name(self) -> str:
         return self._introduction().name
 
@@ -276,8 +264,7 @@ class Island:
         """An island of different models would hang, or mix up tensors."""
         mine: list[tuple[str, tuple[int, ...]]] = [(name, tuple(shape)) for name, shape in shapes(self._model)]
         rank_0 = self._tell(mine)
-        differs = self._sum([float(mine != rank_0)])[0] > 0
-        if differs:
+        if self._sum([float(mine != rank_0)])[0] > 0:
             odd = next((f"{m} here, {r} on rank 0" for m, r in zip(mine, rank_0, strict=False) if m != r), "")
             raise IslandBroken(
                 "the ranks of this island have different models: "
@@ -322,13 +309,13 @@ class Island:
             flags[:_FLAGS] = torch.tensor([int(value) for value in view])
             flags[[_FLAGS + fragment for fragment in self._others.take_adopted()]] = 1
         self._together(lambda: dist.broadcast(flags, self._first, group=self._control))
-        failed, stopped, paused, self._tokens, tell_loss = flags[:_FLAGS].tolist()
-        self._paused, self._tell_loss = bool(paused), bool(tell_loss)
+        failed, stopped, paused, self.tokens, tell_loss = flags[:_FLAGS].tolist()
+        self.paused, self._tell_loss = bool(paused), bool(tell_loss)
         if failed:
             told = self._tell(_wire(error) if error is not None else None)
             raise error if error is not None else _from_wire(told)
-        if stopped and self._stopped is None:
-            self._stopped = self._tell(leader.stopped if leader is not None else None)
+        if stopped and self.stopped is None:
+            self.stopped = self._tell(leader.stopped if leader is not None else None)
         return [int(fragment) for fragment in flags[_FLAGS:].nonzero().flatten()]
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ def join(
         kind: type[Session | Island] = Island
     else:
         kind = Session
-    session: Trains = kind(
+    return kind(
         url,
         model,
         optimizer,
@@ -51,5 +51,4 @@ def join(
         duty=duty,
         offload_base=offload_base,
         warm_start=warm_start,
-    )
-    return session.start()
+    ).start()

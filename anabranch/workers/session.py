@@ -106,7 +106,7 @@ class Session:
         self._began = self._last = 0.0
         self._steps = 0
         self._trained_s = 0.0  # the last step
-        self._cold = False  # joined a run that was under way, with a fresh optimizer
+        self.cold = False  # joined a run that was under way, with a fresh optimizer
         self._loss_at = 0.0
 
     # --- life ---------------------------------------------------------------------------------------------
@@ -115,19 +115,19 @@ class Session:
         """Join the run and adopt the global model; blocks until then. Raises `MemberRefused`, `ServerError`."""
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
         self._thread.start()
-        self._cold = True  # until it turns out that everybody's optimizer is new
+        self.cold = True  # until it turns out that everybody's optimizer is new
         while not self._adopted() and not self.stopped:
             self.poll(JOIN_POLL_S)
             if self._thread is None:
                 raise UsageError("the session was closed before it had joined the run")
-        self._cold = self._cold and self.tokens > 0
+        self.cold = self.cold and self.tokens > 0
         self._await_warmth()
         self._began = self._last = time.monotonic()
         return self
 
     def _await_warmth(self) -> None:
         until = time.monotonic() + WAIT_S
-        while self._cold and not self.stopped and not self._life().warm_start.over and time.monotonic() < until:
+        while self.cold and not self.stopped and not self._life().warm_start.over and time.monotonic() < until:
             self.poll(JOIN_POLL_S)
 
     def close(self, reason: str = "done", *, drain_s: float = LEAVE_S, contribute: bool = True) -> None:
@@ -225,7 +225,7 @@ class Session:
     def warmth(self) -> float:
         """What to multiply the learning rate with: rises from 0.05 to 1 over the first steps in a run that was under
         way, while the inner optimizer's averages are still those of nothing."""
-        return min(1.0, (self._steps + 1) / REWARM_STEPS) if self._cold else 1.0
+        return min(1.0, (self._steps + 1) / REWARM_STEPS) if self.cold else 1.0
 
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
         """Call after `optimizer.step()`: counts, snapshots what was called for, adopts what arrived.
@@ -268,11 +268,6 @@ class Session:
     @property
     def name(self) -> str:
         return self._client.identity.name
-
-    @property
-    def cold(self) -> bool:
-        """Whether it joined a run that was under way, with a fresh optimizer."""
-        return self._cold
 
     @property
     def record(self) -> RunRecord:
@@ -387,7 +382,7 @@ class Session:
                 try:
                     count = load_state(self._model, self.optimizer, data)
                     log.info("warm start: a peer's optimizer state for %d parameters", count)
-                    self._cold = False
+                    self.cold = False
                     self._companion.took_over(data)
                 except StateUnusable as error:
                     reason = str(error)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import UsageError
 from anabranch.shuffle import Indices, shuffled
-from anabranch.workers.data import load_corpus
+from anabranch.workers.data import load_corpus, windows
 
 if TYPE_CHECKING:
     from anabranch.workers.batches import TokenBatch
@@ -65,9 +65,7 @@ class TokenWindows:
     def windows(self, indices: Indices, epoch: int) -> NDArray[np.int64]:
         """[n, length + 1]"""
         offset = int(shuffled(self._length, "offset", epoch)[0])
-        starts = indices * self._length + offset
-        rows: NDArray[np.int64] = self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
-        return rows
+        return windows(self._tokens, indices * self._length + offset, self._length).astype(np.int64)
 
     def batch(self, indices: Indices, epoch: int) -> TokenBatch:
         """Inputs and targets, int64 [n, length]."""

@@ -54,7 +54,7 @@ class Feed:
         self._changed = Condition()
         self._open: list[_Open] = []
         self._books = books
-        self._exhausted = False
+        self.exhausted = False  # the run has nothing more to give, for now
         self._refused = ""
 
     # --- the I/O thread -----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class Feed:
         """A new incarnation: what was in hand belonged to the old one."""
         with self._changed:
             self._open.clear()
-            self._books, self._exhausted, self._refused = books, False, ""
+            self._books, self.exhausted, self._refused = books, False, ""
 
     def drop(self) -> None:
         """The incarnation is over: what is in hand is not ours any more."""
@@ -72,7 +72,7 @@ class Feed:
     def take(self, leases: Iterable[Lease], *, exhausted: bool = False, refused: str = "") -> None:
         """What the run answered. Leases that were taken before are left out."""
         with self._changed:
-            self._exhausted, self._refused = exhausted, refused
+            self.exhausted, self._refused = exhausted, refused
             for lease in leases:
                 if lease.first + lease.stop > self.items or lease.start >= lease.stop:
                     self._refused = f"range {lease.range} does not lie within the dataset's {self.items:,} items"
@@ -101,16 +101,10 @@ class Feed:
     # --- the training thread ------------------------------------------------------------------------------
 
     @property
-    def exhausted(self) -> bool:
-        """Whether the run has nothing more to give, for now."""
-        with self._changed:
-            return self._exhausted
-
-    @property
     def idle(self) -> bool:
         """Whether nothing is left for us, for now."""
         with self._changed:
-            return self._exhausted and not self._open
+            return self.exhausted and not self._open
 
     def next(self, count: int, timeout_s: float) -> Items | None:
         """Up to `count` items of one epoch; fewer where data ends. None if there was nothing for `timeout_s`.

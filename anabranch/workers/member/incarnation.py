@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from anabranch.merge.codecs import encode
 from anabranch.merge.fragments import Layout
 from anabranch.queue import messages
 from anabranch.queue.records import FragmentRecord, Snapshot, read_snapshot
 from anabranch.workers.member.adoption import ParameterStore, adoption_of
 from anabranch.workers.member.books import Books
 from anabranch.workers.member.fetching import Fetcher
-from anabranch.workers.member.initial import upload_initial
 from anabranch.workers.member.learner import Learner, NewVersion
 from anabranch.workers.member.line import Line
 from anabranch.workers.member.outbox import Outbox
@@ -247,14 +247,20 @@ class Incarnation:
             self._tasks.create_task(self._send_init(), name="client: send version 0")
 
     async def _send_init(self) -> None:
+        """From the worker's own model. The layout and the list of claims are uploaded, too: both may be large."""
         ttl_s = self.record.spec.limits.blob_ttl_s
 
         async def upload(data: memoryview, codec: str) -> messages.Claim:
             put = partial(self._line.blobs.put, self._line.name, data, codec, ttl_s)
             return await self._line.persist(put, "upload version 0", bounded=False)
 
-        layout, fragments = await upload_initial(self._store, self._layout, upload)
-        await self.post(messages.Init(incarnation=self.number, layout=layout, fragments=fragments))
+        def initial(fragment: int) -> memoryview:
+            return encode("fp32", self._store.initial(fragment))
+
+        layout = await upload(memoryview(messages.pack(self._layout.to_wire())), "msgpack")
+        claims = [await upload(await asyncio.to_thread(initial, f.index), "fp32") for f in self._layout.fragments]
+        listed = await upload(memoryview(messages.pack([claim.model_dump() for claim in claims])), "msgpack")
+        await self.post(messages.Init(incarnation=self.number, layout=layout, fragments=listed))
 
     # --- leaving ------------------------------------------------------------------------------------------
 

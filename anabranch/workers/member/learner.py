@@ -177,9 +177,7 @@ class Learner:
         return adopted
 
     def _adopt(self, version: NewVersion) -> bool:
-        if version.version == self.books.version(version.fragment) and (
-            self._digests.get(version.fragment) == version.digest
-        ):
+        if self.holds(version.fragment, version.version, version.digest):
             return False  # read again after a gap: base and work stay
         kept = 0 <= self.books.version(version.fragment) < version.version and self._carry(version)
         if not kept:

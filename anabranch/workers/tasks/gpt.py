@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from anabranch.workers.data import ByteCorpus, Bytes, load_corpus
+from anabranch.workers.data import load_corpus
 from anabranch.workers.shards import TokenWindows, text_folder
 from anabranch.workers.tasks.base import Recipe, TokenBatch, continued, generator_of
 from anabranch.workers.tasks.options import read_options, require
@@ -149,9 +148,9 @@ class GPTTask:
 
     def batches(self, seed: int, worker: str) -> Iterator[TokenBatch]:
         """Random windows of the training text, drawn by a generator of (seed, worker)."""
-        rng, corpus = generator_of(seed, worker), self._corpus()
+        rng, corpus = generator_of(seed, worker), load_corpus(self._folder())
         while True:
-            yield _batch(corpus.random_windows(rng, self.config.batch, self.config.context))
+            yield TokenBatch.of(corpus.random_windows(rng, self.config.batch, self.config.context))
 
     @property
     def batch(self) -> int:
@@ -168,8 +167,8 @@ class GPTTask:
 
     def heldout_batches(self) -> list[TokenBatch]:
         """128 windows spread evenly over the held-out files."""
-        windows = self._corpus().heldout_windows(HELDOUT_WINDOWS, self.config.context)
-        return [_batch(windows[at : at + HELDOUT_BATCH]) for at in range(0, HELDOUT_WINDOWS, HELDOUT_BATCH)]
+        windows = load_corpus(self._folder()).heldout_windows(HELDOUT_WINDOWS, self.config.context)
+        return [TokenBatch.of(windows[at : at + HELDOUT_BATCH]) for at in range(0, HELDOUT_WINDOWS, HELDOUT_BATCH)]
 
     def learning_rate(self, global_tokens: int) -> float:
         """Warm-up and cosine over the run's merged tokens."""
@@ -178,9 +177,6 @@ class GPTTask:
     def sample(self, model: nn.Module, prompt: str, length: int, temperature: float, seed: int) -> str:
         """`length` bytes that the model continues `prompt` with, as text; what is no UTF-8 is replaced."""
         return generate(model, self.config, prompt.encode(), length, temperature, seed).decode(errors="replace")
-
-    def _corpus(self) -> ByteCorpus:
-        return load_corpus(self._folder())
 
     def _folder(self) -> Path | None:
         return Path(self.config.data) if self.config.data else None
@@ -201,7 +197,3 @@ def generate(
         return last
 
     return bytes(continued(logits, list(prompt or b"\n"), max_new_bytes, temperature, seed))
-
-
-def _batch(windows: Bytes) -> TokenBatch:
-    return TokenBatch.of(windows.astype(np.int64))

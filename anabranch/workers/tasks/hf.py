@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from anabranch.errors import SpecError, UsageError
+from anabranch.workers.data import windows
 from anabranch.workers.shards import TokenWindows
 from anabranch.workers.tasks.base import Recipe, TokenBatch, continued, generator_of
 from anabranch.workers.tasks.options import read_options, require
@@ -174,18 +176,16 @@ class HFTask:
         rng = generator_of(seed, worker)
         while True:
             starts = rng.integers(0, self._last_start(self._tokens.train) + 1, size=self.config.batch)
-            yield self._windows(self._tokens.train, starts)
+            yield TokenBatch.of(windows(self._tokens.train, starts, self.config.context))
 
     def heldout_batches(self) -> list[TokenBatch]:
         """64 windows, or as many as there are, spread evenly over the held-out tokens."""
         heldout = self._tokens.heldout
         last = self._last_start(heldout)
         starts = np.unique(np.linspace(0, last, num=HELDOUT_WINDOWS).astype(np.int64))
-        size = self.config.batch
-        return [self._windows(heldout, starts[at : at + size]) for at in range(0, starts.size, size)]
-
-    def _windows(self, tokens: Any, starts: Any) -> TokenBatch:
-        return TokenBatch.of(tokens[starts[:, None] + np.arange(self.config.context + 1)].astype(np.int64))
+        size, length = self.config.batch, self.config.context
+        parts = (starts[at : at + size] for at in range(0, starts.size, size))
+        return [TokenBatch.of(windows(heldout, part, length)) for part in parts]
 
     def _last_start(self, tokens: Any) -> int:
         last = int(tokens.size) - self.config.context - 1
@@ -241,8 +241,6 @@ def checksum_of(folder: Path) -> str:
 
 
 def _needed(module: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ImportError as error:
