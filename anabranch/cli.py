@@ -166,18 +166,16 @@ def up(
     """Start (or continue) a run here: embedded server, synchronizer and status page."""
     settings = _settings(spec, overrides, name, print_config)
     from anabranch.orchestrator.web.app import PageOptions
-    from anabranch.up import UpOptions, bring_up, members_left, reachable_url
+    from anabranch.up import LeadOptions, bring_up, members_left, reachable_url
 
-    options = UpOptions(
-        directory, host, port, PageOptions(page_host, page_port), init, checkpoints, drain_s, journal_mb
-    )
+    options = LeadOptions(PageOptions(page_host, page_port), init, checkpoints, drain_s, journal_mb)
     fresh = spec is not None or bool(overrides)
 
     async def run() -> None:
         ending = asyncio.Event()
         with set_on_signals(ending):
             stored = (directory / "data").exists() and not fresh
-            async with bring_up(options, None if stored else settings, name) as running:
+            async with bring_up(directory, None if stored else settings, name, options, host, port) as running:
                 typer.echo(f"run directory: {directory}\nstatus page:   {running.page}")
                 typer.echo(f"join with:     ANABRANCH_URL='{reachable_url(running.url, host)}' anabranch worker")
                 dead = asyncio.create_task(running.server.wait_dead(), name="cli: watch the server")
@@ -213,34 +211,21 @@ def orchestrator(
     """Run the synchronizer (and its status page) against a Redis or Valkey server of yours."""
     run_url = RunUrl.parse(url) if url or not print_config else RunUrl("", "run")
     settings = _settings(spec, overrides, run_url.run, print_config)
-    from anabranch.orchestrator.synchronizer import Synchronizer
-    from anabranch.orchestrator.web.app import PageOptions, serve_page
-    from anabranch.up import RunDirectory
+    from anabranch.orchestrator.web.app import PageOptions
+    from anabranch.up import LeadOptions, RunDirectory, lead
+
+    page_options = PageOptions(page_host, page_port) if page else None
+    options = LeadOptions(page_options, init, checkpoints, drain_s, journal_mb)
 
     async def run() -> None:
         ending = asyncio.Event()
         folder = RunDirectory(directory) if directory is not None else None
-        token = folder.secret("token") if folder is not None else None
-        synchronizer = Synchronizer(
-            run_url,
-            settings if spec is not None or overrides else None,
-            directory=folder.path if folder is not None else None,
-            init=init,
-            checkpoints=checkpoints,
-            journal_mb=journal_mb,
-        )
+        given = settings if spec is not None or overrides else None
         with set_on_signals(ending):
-            task = asyncio.create_task(synchronizer.run(), name="synchronizer")
-            try:
-                if page:
-                    async with serve_page(synchronizer, PageOptions(page_host, page_port, token)) as address:
-                        typer.echo(f"status page: {address}")
-                        await _first_of(ending, synchronizer.stopped, task)
-                else:
-                    await _first_of(ending, synchronizer.stopped, task)
-            finally:
-                synchronizer.end(drain_s)
-                await task
+            async with lead(run_url, given, folder, options) as led:
+                if led.page:
+                    typer.echo(f"status page: {led.page}")
+                await _first_of(ending, led.synchronizer.stopped, led.task)
 
     run_async(run())
 
@@ -274,10 +259,8 @@ def worker(
     drain_s: DrainS = 10.0,
 ) -> None:
     """Join a run and train."""
-    from anabranch.workers.run import Ending, MemberOptions, run_worker
+    from anabranch.workers.run import MemberOptions, run_worker
 
-    ending = Ending(drain_s)
-    call_on_signals(ending.ask)
     options = MemberOptions(
         name,
         label,
@@ -291,7 +274,7 @@ def worker(
         warm_start=warm_start,
         task_options=_task_options(model, data, lora),
     )
-    run_worker(RunUrl.parse(url), options, ending)
+    run_worker(RunUrl.parse(url), options, _ending(drain_s))
 
 
 @app.command()
@@ -312,15 +295,13 @@ def evaluator(
     drain_s: DrainS = 10.0,
 ) -> None:
     """Join a run without contributing: measure held-out loss of the global model."""
-    from anabranch.workers.run import Ending, MemberOptions, run_evaluator
+    from anabranch.workers.run import MemberOptions, run_evaluator
 
-    ending = Ending(drain_s)
-    call_on_signals(ending.ask)
     options = MemberOptions(
         name, label, device, threads, every_s=every_s, task=task, task_options=_task_options(model, data, lora),
         prompt=prompt,
     )  # fmt: skip
-    run_evaluator(RunUrl.parse(url), options, ending)
+    run_evaluator(RunUrl.parse(url), options, _ending(drain_s))
 
 
 @app.command()
@@ -336,28 +317,16 @@ def status(url: Url, as_json: AsJson = False) -> None:
         print_status(Console(), shown)
 
 
-@app.command()
-def stop(url: Url) -> None:
-    """End the run: a last checkpoint, then every member leaves."""
-    _command(url, "stop")
+def _operator(action: str, help_: str) -> None:
+    @app.command(action, help=help_)
+    def send(url: Url) -> None:
+        _command(url, action)
 
 
-@app.command()
-def pause(url: Url) -> None:
-    """Open no more rounds until `resume`; workers train on."""
-    _command(url, "pause")
-
-
-@app.command()
-def resume(url: Url) -> None:
-    """Open rounds again."""
-    _command(url, "resume")
-
-
-@app.command()
-def checkpoint(url: Url) -> None:
-    """Write a checkpoint now, in the synchronizer's run directory."""
-    _command(url, "checkpoint")
+_operator("stop", "End the run: a last checkpoint, then every member leaves.")
+_operator("pause", "Open no more rounds until `resume`; workers train on.")
+_operator("resume", "Open rounds again.")
+_operator("checkpoint", "Write a checkpoint now, in the synchronizer's run directory.")
 
 
 @app.command()
@@ -448,10 +417,7 @@ def decisions(
             typer.echo(f"{path.name}: {done.events:,} events, {done.decisions:,} decisions so far")
 
     done = replay_decisions(segments(run), progress)
-    if as_json:
-        typer.echo(json.dumps(vars(done)))
-    else:
-        typer.echo(done.summary)
+    typer.echo(json.dumps(vars(done)) if as_json else done.summary)
     if done.difference is not None:
         raise typer.Exit(1)
 
@@ -472,6 +438,15 @@ def _task_options(model: Path | None, data: Path | None, lora: bool | None) -> d
     return {
         key: str(value) if isinstance(value, Path) else value for key, value in given.items() if value is not None
     }
+
+
+def _ending(drain_s: float) -> Any:
+    """What the first signal asks a member for, from now on."""
+    from anabranch.workers.run import Ending
+
+    ending = Ending(drain_s)
+    call_on_signals(ending.ask)
+    return ending
 
 
 def _command(url: str, action: str, **details: Any) -> None:
@@ -497,12 +472,10 @@ def main() -> None:
     """The entry point: errors of ours are one line on standard error."""
     try:
         app()
-    except AnabranchError as error:
-        _fail(str(error))
-    except BaseExceptionGroup as group:
-        if not isinstance(leaf(group), AnabranchError):
+    except (AnabranchError, BaseExceptionGroup) as error:
+        if not isinstance(leaf(error), AnabranchError):
             raise
-        _fail(str(leaf(group)))
+        _fail(str(leaf(error)))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -13,19 +13,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from anabranch.errors import AnabranchError
+from anabranch.loops import end_tasks
 from anabranch.operate import command
+from anabranch.orchestrator.core.view import LEDGER
 from anabranch.orchestrator.web.app import PageOptions, picture
 from anabranch.queue.embedded import watchdog_command
 from anabranch.spec import RunSpec, parse_spec
-from anabranch.up import Up, UpOptions, bring_up
+from anabranch.up import LeadOptions, Up, bring_up
 
 RUN = "demo"
 _NAMES = ("full", "half", "quarter", "eighth")
@@ -33,7 +35,6 @@ _TICK_S = 0.25
 _START_S = 90.0  # to import torch and measure version 0 on a loaded machine
 _SETTLE_S = 20.0  # for open rounds and the last measurement
 _PAGE_CHECK_S = 5.0
-COLUMNS = ("processed", "applied", "rejected", "discarded", "lost", "pending")
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,11 @@ class DemoOptions:
 
 @dataclass
 class Child:
-    """A worker or evaluator process. Closing `lifeline` ends it."""
+    """A worker or evaluator process under its watchdog; the end of its stdin pipe, when we die, ends it."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
-
-    def end(self) -> None:
-        """Ask it to end (SIGTERM through the watchdog); its stdin pipe is the lifeline if we die first."""
-        with suppress(ProcessLookupError):
-            self.process.terminate()
 
     def wait(self, timeout_s: float) -> bool:
         try:
@@ -114,15 +110,16 @@ class Demo:
 
     async def run(self) -> dict[str, Any]:
         """Start, train, stop, sum up. Every process is gone when this returns, also on an error."""
-        up_options = UpOptions(self._options.directory, page=PageOptions(port=self._options.port))
-        async with bring_up(up_options, demo_spec(self._options), RUN) as up:
+        options = LeadOptions(PageOptions(port=self._options.port))
+        async with bring_up(self._options.directory, demo_spec(self._options), RUN, options) as up:
             self.state.page = up.page
             try:
-                async with AsyncExitStack() as stack:
-                    watcher = asyncio.create_task(self._watch_page(up.page), name="demo: watch page")
-                    stack.push_async_callback(_cancelled, watcher)
+                watcher = asyncio.create_task(self._watch_page(up.page), name="demo: watch page")
+                try:
                     seconds = await self._train(up)
                     await self._finish(up)
+                finally:
+                    await end_tasks(watcher)
             finally:
                 await asyncio.to_thread(self._end_children)
             return self._summary(up, seconds)
@@ -218,7 +215,7 @@ class Demo:
         with path.open("wb") as log:
             process = subprocess.Popen(
                 watchdog_command([sys.executable, "-m", "anabranch", *arguments]),
-                stdin=subprocess.PIPE,  # its end of file, when we die, ends the child
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -234,64 +231,51 @@ class Demo:
 
     def _end_children(self) -> None:
         for child in self._children:
-            if child.process.poll() is None:
-                child.end()
+            child.process.terminate()  # nothing happens where it has ended
         for child in self._children:
             if not child.wait(5.0):
                 child.process.kill()
                 child.process.wait()
-            _close(child.process.stdin)
+            if child.process.stdin is not None:
+                with suppress(OSError):
+                    child.process.stdin.close()
 
     # --- summary ------------------------------------------------------------------------------------------
 
     def _summary(self, up: Up, seconds: float) -> dict[str, Any]:
         shown = picture(up.synchronizer)
-        heldout = shown.get("heldout") or []
+        heldout = shown.get("heldout") or [[0, None]]
+        same = {name: shown.get(name) for name in ("tokens", "parameters", "goodput", "bytes_sent", "checkpoint")}
+        rounds, refused = shown.get("rounds", {}), shown.get("refused", {})
         return {
-            "heldout_loss_start": heldout[0][1] if heldout else None,
-            "heldout_loss_end": heldout[-1][1] if heldout else None,
+            **same,
+            "heldout_loss_start": heldout[0][1],
+            "heldout_loss_end": heldout[-1][1],
             "seconds": round(seconds, 1),
-            "tokens": shown.get("tokens", 0),
-            "parameters": shown.get("parameters", 0),
-            "rounds": shown.get("rounds", {}),
-            "refused": shown.get("refused", {}),
-            "goodput": shown.get("goodput"),
-            "bytes_sent": shown.get("bytes_sent", 0),
-            "checkpoint": shown.get("checkpoint"),
+            "rounds": rounds,
+            "refused": refused,
             "page": {"address": up.page, "answers": self._page_answers, "failures": self._page_failures},
-            "ledger_mismatches": shown.get("refused", {}).get("ledger mismatches", 0),
+            "ledger_mismatches": refused.get("ledger mismatches", 0),
             "workers": [whole_tokens(row) for row in shown.get("ledger", [])],
         }
 
 
 def whole_tokens(row: dict[str, Any]) -> dict[str, Any]:
     """A parameter-weighted ledger row in whole tokens that still add up: largest remainders are rounded up."""
-    parts = COLUMNS[1:]
+    parts = LEDGER[1:]
     floors = {column: math.floor(row[column] + 1e-6) for column in parts}
     short = round(sum(row[column] for column in parts)) - sum(floors.values())
     by_remainder = sorted(parts, key=lambda column: floors[column] - row[column])
     for column in by_remainder[: max(0, short)]:
         floors[column] += 1
     figures = {"processed": round(row["processed"]), **floors}
-    return {"name": row["name"], **{f"tokens_{column}": figures[column] for column in COLUMNS}}
+    return {"name": row["name"], **{f"tokens_{column}": figures[column] for column in LEDGER}}
 
 
 def _settled(shown: dict[str, Any]) -> bool:
     """No round is open and the evaluator has measured the newest versions."""
     heldout = shown.get("heldout") or []
     return not shown["open"] and bool(heldout) and heldout[-1][0] == shown["tokens"]
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        with suppress(OSError):
-            pipe.close()
 
 
 def _tail(path: Path, lines: int = 12) -> str:

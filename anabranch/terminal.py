@@ -13,11 +13,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.orchestrator.core.view import LEDGER
+
 if TYPE_CHECKING:
     from anabranch.demo import DemoState
 
 LINE_EVERY_S = 10.0  # without a terminal: one line of progress
-LEDGER = ("processed", "applied", "rejected", "discarded", "lost", "pending")
 
 
 def quantity(value: float | None) -> str:

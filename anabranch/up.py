@@ -13,8 +13,8 @@ import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from anabranch.errors import UsageError
@@ -31,27 +31,28 @@ _LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
-class UpOptions:
-    """`host`: where the server listens; anything but loopback makes the run joinable from other machines."""
+class LeadOptions:
+    """How this machine leads a run. `checkpoints`: a folder or an fsspec URL instead of the run directory's own."""
 
-    directory: Path
-    host: str = LOOPBACK
-    port: int | None = None
-    page: PageOptions = field(default_factory=PageOptions)
+    page: PageOptions | None = field(default_factory=PageOptions)  # None: no page
     init: Path | None = None
-    checkpoints: str | None = None  # a folder or an fsspec URL instead of the run directory's own folder
+    checkpoints: str | None = None
     drain_s: float = 0.0
     journal_mb: int = DEFAULT_MB
 
 
 @dataclass(frozen=True)
-class Up:
-    """What is running."""
+class Led:
+    """What is running. `page`: its address, "" without one."""
 
     url: RunUrl
     page: str
     synchronizer: Synchronizer
     task: asyncio.Task[None]
+
+
+@dataclass(frozen=True)
+class Up(Led):
     server: EmbeddedServer
 
 
@@ -108,47 +109,55 @@ class RunDirectory:
 
 
 @asynccontextmanager
-async def bring_up(options: UpOptions, spec: RunSpec | None, run: str) -> AsyncIterator[Up]:
-    """Start everything; on leaving the block the synchronizer stores what is decided and the server stops."""
-    directory = RunDirectory(options.directory)
+async def bring_up(
+    path: Path,
+    spec: RunSpec | None,
+    run: str,
+    options: LeadOptions,
+    host: str = LOOPBACK,
+    port: int | None = None,
+) -> AsyncIterator[Up]:
+    """Start everything; on leaving the block the synchronizer stores what is decided and the server stops.
+
+    `host`: where the server listens; anything but loopback makes the run joinable from other machines."""
+    directory = RunDirectory(path)
     directory.lock()
     try:
-        server = EmbeddedServer(
-            ServerOptions(
-                directory=directory.path / "data",
-                host=options.host,
-                port=options.port or directory.stored_port(),
-                password=directory.secret("password"),
-            )
+        place = ServerOptions(
+            directory.path / "data", host, port or directory.stored_port(), password=directory.secret("password")
         )
-        async with server:
+        async with EmbeddedServer(place) as server:
             directory.write("port", str(server.port))
             url = RunUrl.parse(f"{server.url}?run={run}")
-            page = PageOptions(options.page.host, options.page.port, directory.secret("token"))
-            async with (
-                _synchronizer(url, spec, directory.path, options) as (synchronizer, task),
-                serve_page(synchronizer, page) as address,
-            ):
-                yield Up(url, address, synchronizer, task, server)
+            async with lead(url, spec, directory, options) as led:
+                yield Up(**vars(led), server=server)
     finally:
         directory.unlock()
 
 
 @asynccontextmanager
-async def _synchronizer(
-    url: RunUrl, spec: RunSpec | None, directory: Path, options: UpOptions
-) -> AsyncIterator[tuple[Synchronizer, asyncio.Task[None]]]:
+async def lead(
+    url: RunUrl, spec: RunSpec | None, directory: RunDirectory | None, options: LeadOptions
+) -> AsyncIterator[Led]:
+    """Synchronizer and page, against a server that is there."""
     synchronizer = Synchronizer(
         url,
         spec,
-        directory=directory,
+        directory=directory.path if directory is not None else None,
         init=options.init,
         checkpoints=options.checkpoints,
         journal_mb=options.journal_mb,
     )
     task = asyncio.create_task(synchronizer.run(), name="synchronizer")
     try:
-        yield synchronizer, task
+        async with AsyncExitStack() as stack:
+            address = ""
+            if options.page is not None:
+                token = directory.secret("token") if directory is not None else None
+                address = await stack.enter_async_context(
+                    serve_page(synchronizer, replace(options.page, token=token))
+                )
+            yield Led(url, address, synchronizer, task)
     finally:
         synchronizer.end(options.drain_s)
         with suppress(asyncio.CancelledError):

@@ -23,7 +23,7 @@ from anabranch.cli import app
 from anabranch.errors import UsageError
 from anabranch.orchestrator.checkpoint import complete_checkpoints
 from anabranch.queue.url import RunUrl
-from anabranch.up import RunDirectory, UpOptions, bring_up, reachable_url
+from anabranch.up import LeadOptions, RunDirectory, bring_up, reachable_url
 from tests.harness import make_spec, process
 from tests.wait import PATIENCE_S, wait_until, wait_until_sync
 
@@ -239,7 +239,7 @@ def test_a_damaged_port_file_is_no_port(tmp_path: Path) -> None:
 
 
 async def test_what_is_up_is_down_after_the_block(tmp_path: Path) -> None:
-    async with bring_up(UpOptions(tmp_path / "run"), make_spec("r"), "r") as running:
+    async with bring_up(tmp_path / "run", make_spec("r"), "r", LeadOptions()) as running:
         await wait_until(lambda: running.synchronizer.core is not None, "it leads")
         await wait_until(lambda: running.server.running, "its server runs")
     ended = running.task.done() and not running.server.running

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from anabranch.orchestrator.core import heads, record
 from anabranch.orchestrator.core import instructions as do
-from anabranch.orchestrator.core.ledger import COLUMNS, column_of
+from anabranch.orchestrator.core.ledger import COLUMNS
 from anabranch.orchestrator.core.port import Batch, Core
 from anabranch.orchestrator.core.state import State
 from anabranch.orchestrator.core.view import view
@@ -90,7 +90,7 @@ class Scribe:
         for member in state.members.values():
             yield (
                 str(member.incarnation),
-                {f"{f}:{c}": column_of(member.account, c)[f] for f in range(len(state.fragments)) for c in COLUMNS},
+                {f"{f}:{c}": member.account.column(c)[f] for f in range(len(state.fragments)) for c in COLUMNS},
             )
         books = enumerate(state.departed_books)
         yield "departed", {f"{f}:{c}": n for f, row in books for c, n in zip(COLUMNS, row, strict=True)}

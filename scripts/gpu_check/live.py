@@ -14,13 +14,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from anabranch.demo import COLUMNS, Child, whole_tokens
+from anabranch.demo import Child, whole_tokens
 from anabranch.loops import run_async
 from anabranch.operate import command
+from anabranch.orchestrator.core.view import LEDGER
 from anabranch.orchestrator.web.app import picture
 from anabranch.queue.embedded import watchdog_command
 from anabranch.spec import RunSpec, parse_spec
-from anabranch.up import Up, UpOptions, bring_up, members_left
+from anabranch.up import LeadOptions, Up, bring_up, members_left
 from anabranch.workers.devices import describe
 from gpu_check.common import Bench, CheckFailed, Figures, ratio
 
@@ -106,7 +107,7 @@ class LiveRun:
     def leave(self, name: str) -> None:
         """Ask one member to go; the others train on."""
         self._leaving.append(child := self._children.pop(name))
-        child.end()
+        child.process.terminate()
 
     async def stop(self) -> Picture:
         """The run ends, everybody leaves in order; what the page shows in the end."""
@@ -123,8 +124,7 @@ class LiveRun:
         """Nothing keeps running, whatever happened."""
         children = [*self._children.values(), *self._leaving]
         for child in children:
-            if child.process.poll() is None:
-                child.end()
+            child.process.terminate()
         for child in children:
             _end(child)
 
@@ -147,7 +147,7 @@ class LiveRun:
 async def live_run(bench: Bench) -> AsyncIterator[LiveRun]:
     """Up until the block ends; nothing keeps running."""
     with tempfile.TemporaryDirectory(prefix="anabranch-") as folder:
-        async with bring_up(UpOptions(Path(folder, "run")), live_spec(bench), RUN) as up:
+        async with bring_up(Path(folder, "run"), live_spec(bench), RUN, LeadOptions()) as up:
             run = LiveRun(up, Path(folder), bench)
             try:
                 yield run
@@ -294,7 +294,7 @@ def ledger(shown: Picture) -> Figures:
     """Whether every worker's tokens add up, and how often the synchronizer found that they did not."""
     mismatches = shown["refused"].get("ledger mismatches", 0)
     unexplained = sum(
-        abs(row["tokens_processed"] - sum(row[f"tokens_{column}"] for column in COLUMNS[1:])) for row in rows(shown)
+        abs(row["tokens_processed"] - sum(row[f"tokens_{column}"] for column in LEDGER[1:])) for row in rows(shown)
     )
     return {
         "ledger_balanced": mismatches == 0 and unexplained == 0,

@@ -6,7 +6,7 @@ import dataclasses
 
 from anabranch.orchestrator.core import events as ev
 from anabranch.orchestrator.core import instructions as do
-from anabranch.orchestrator.core.ledger import Account, imbalance, left_over, weighted
+from anabranch.orchestrator.core.ledger import Account, imbalance, weighted
 from anabranch.queue import messages as msg
 from tests.orchestrator.bench import TOKENS, Bench, Puppet, claim, make_spec, notes, one, only
 
@@ -22,7 +22,7 @@ def test_the_equation() -> None:
     assert account.settled(0) == 0
     assert imbalance(account, 1, processed=100, discarded=15, pending=10) == 0
     assert imbalance(account, 1, processed=100, discarded=15, pending=9) == 1
-    assert left_over(account, 1, processed=100, discarded=15) == 10
+    assert imbalance(account, 1, processed=100, discarded=15) == 10
 
 
 def test_figures_are_weighted_by_parameters() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Column = Literal["applied", "rejected", "lost"]
 COLUMNS: tuple[Column, ...] = ("applied", "rejected", "lost")
@@ -27,27 +27,25 @@ class Account:
         return cls([0] * fragments, [0] * fragments, [0] * fragments)
 
     def add(self, column: Column, fragment: int, tokens: int) -> None:
-        column_of(self, column)[fragment] += tokens
+        self.column(column)[fragment] += tokens
+
+    def column(self, column: Column) -> list[int]:
+        figures: list[int] = getattr(self, column)
+        return figures
+
+    def weighted(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """Each column as one figure, in tokens."""
+        return {column: weighted(self.column(column), sizes) for column in COLUMNS}
 
     def settled(self, fragment: int) -> int:
         """Tokens of one fragment that have their outcome."""
         return self.applied[fragment] + self.rejected[fragment] + self.lost[fragment]
 
 
-def column_of(account: Account, column: Column) -> list[int]:
-    if column == "applied":
-        return account.applied
-    return account.rejected if column == "rejected" else account.lost
-
-
-def imbalance(account: Account, fragment: int, *, processed: int, discarded: int, pending: int) -> int:
-    """processed minus everything it should be made of; zero when the books agree."""
+def imbalance(account: Account, fragment: int, *, processed: int, discarded: int, pending: int = 0) -> int:
+    """processed minus everything it should be made of; zero when the books agree. Of a dead incarnation: the tokens
+    it took with it."""
     return processed - discarded - pending - account.settled(fragment)
-
-
-def left_over(account: Account, fragment: int, *, processed: int, discarded: int) -> int:
-    """Tokens a dead incarnation took with it: trained, not discarded, without an outcome."""
-    return processed - discarded - account.settled(fragment)
 
 
 def weighted(figures: Sequence[int], sizes: Sequence[int]) -> float:

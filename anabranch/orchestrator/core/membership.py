@@ -15,7 +15,7 @@ from anabranch.orchestrator.core.instructions import (
     Note,
     Tell,
 )
-from anabranch.orchestrator.core.ledger import Account, left_over, weighted
+from anabranch.orchestrator.core.ledger import COLUMNS, Account, imbalance, weighted
 from anabranch.orchestrator.core.state import DEPARTED_KEPT, Departed, Member, State, keep
 from anabranch.queue import messages
 
@@ -185,7 +185,7 @@ def _has_open_contribution(state: State, member: Member) -> bool:
 def _close(state: State, member: Member) -> Iterator[Instruction]:
     anything_lost = not member.left
     for index, (processed, discarded) in enumerate(member.known):
-        lost = left_over(member.account, index, processed=processed, discarded=discarded)
+        lost = imbalance(member.account, index, processed=processed, discarded=discarded)
         anything_lost = anything_lost or lost > 0
         if lost > 0:
             member.account.add("lost", index, lost)
@@ -198,8 +198,8 @@ def _close(state: State, member: Member) -> Iterator[Instruction]:
     account = member.account
     state.departed_books = state.departed_books or [[0, 0, 0] for _ in state.fragments]
     for index, books in enumerate(state.departed_books):
-        for column, booked in enumerate((account.applied[index], account.rejected[index], account.lost[index])):
-            books[column] += booked
+        for column, name in enumerate(COLUMNS):
+            books[column] += account.column(name)[index]
     del state.members[member.incarnation]
     state.changed.discard(member.incarnation)
     state.removed.add(member.incarnation)
@@ -217,22 +217,20 @@ def _close(state: State, member: Member) -> Iterator[Instruction]:
 
 
 def _final_books(state: State, member: Member) -> Departed:
-    sizes, account, said = state.sizes, member.account, member.report
-    return Departed(
+    sizes, said = state.sizes, member.report
+    final = Departed(
         incarnation=member.incarnation,
         name=member.name,
         role=member.role,
         processed=weighted([processed for processed, _ in member.known], sizes),
-        applied=weighted(account.applied, sizes),
-        rejected=weighted(account.rejected, sizes),
         discarded=weighted([discarded for _, discarded in member.known], sizes),
-        lost=weighted(account.lost, sizes),
         left=member.left,
-        train_s=said.train_s if said is not None else 0.0,
-        rest_s=said.rest_s if said is not None else 0.0,
-        life_s=said.life_s if said is not None else 0.0,
-        bytes_sent=said.bytes_sent if said is not None else 0,
+        **member.account.weighted(sizes),
     )
+    if said is not None:
+        final.train_s, final.rest_s, final.life_s = said.train_s, said.rest_s, said.life_s
+        final.bytes_sent = said.bytes_sent
+    return final
 
 
 def who(member: Member) -> dict[str, object]:

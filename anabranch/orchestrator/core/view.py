@@ -15,6 +15,7 @@ from anabranch.queue.messages import Progress
 
 _PHASES = {"overtime": "grace", "short": "collecting"}  # of a round, in fewer words
 
+LEDGER = ("processed", "applied", "rejected", "discarded", "lost", "pending")
 CLOSED = ("all arrived", "grace expired", "abandoned")
 
 
@@ -95,31 +96,18 @@ def _recent(state: State) -> set[int]:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    rounds = state.spec.rounds
-    return {
-        "quorum": rounds.quorum,
-        "inner_steps": rounds.inner_steps,
-        "fragments": rounds.fragments,
-        "in_flight": rounds.in_flight,
-        "grace_factor": rounds.grace_factor,
-        "grace_cap_s": rounds.grace_cap_s,
-        "heartbeat_s": state.spec.workers.heartbeat_s,
-        "codec": state.spec.workers.codec,
-        "adoption": state.spec.workers.adoption,
-        "outer_lr": state.spec.merge.outer_lr,
-        "outer_momentum": state.spec.merge.outer_momentum,
-        "task": state.spec.task.name,
-    }
+    spec = state.spec
+    rounds = spec.rounds.model_dump(
+        include={"quorum", "inner_steps", "fragments", "in_flight", "grace_factor", "grace_cap_s"}
+    )
+    workers = spec.workers.model_dump(include={"heartbeat_s", "codec", "adoption"})
+    merge = spec.merge.model_dump(include={"outer_lr", "outer_momentum"})
+    return {**rounds, **workers, **merge, "task": spec.task.name}
 
 
 def _averages(state: State) -> dict[str, Any]:
-    averages, rounds = state.averages, state.spec.rounds
-    return {
-        "step_s": averages.step_s,
-        "quorum_s": averages.quorum_s,
-        "sync_s": averages.sync_s,
-        "slack_s": slack_s(averages, rounds.in_flight, rounds.interval_steps),
-    }
+    rounds = state.spec.rounds
+    return {**vars(state.averages), "slack_s": slack_s(state.averages, rounds.in_flight, rounds.interval_steps)}
 
 
 def _round(state: State, round_: Round, now: float) -> dict[str, Any]:
@@ -147,7 +135,6 @@ def _round(state: State, round_: Round, now: float) -> dict[str, Any]:
 
 def _member(state: State, member: Member, now: float, longest_s: float) -> dict[str, Any]:
     sizes = state.sizes
-    account = member.account
     said = member.report
     behind = [f.version - v for f, v in zip(state.fragments, member.adopted, strict=False)]
     return {
@@ -165,10 +152,8 @@ def _member(state: State, member: Member, now: float, longest_s: float) -> dict[
         "last_round": member.last_round,
         "behind": max(behind, default=0),
         "processed": member.processed,
-        "applied": weighted(account.applied, sizes),
-        "rejected": weighted(account.rejected, sizes),
+        **member.account.weighted(sizes),
         "discarded": weighted(member.discarded, sizes),
-        "lost": weighted(account.lost, sizes),
         "pending": weighted(member.pending, sizes),
         "unexplained": weighted([abs(member.imbalances.get(f.index, 0)) for f in state.fragments], sizes),
         "bytes_sent": said.bytes_sent if said is not None else 0,
@@ -197,22 +182,9 @@ def _data(state: State) -> dict[str, Any] | None:
 
 
 def _departed(departed: Departed) -> dict[str, Any]:
-    return {
-        "incarnation": departed.incarnation,
-        "name": departed.name,
-        "role": departed.role,
-        "condition": "left" if departed.left else "gone",
-        "processed": departed.processed,
-        "applied": departed.applied,
-        "rejected": departed.rejected,
-        "discarded": departed.discarded,
-        "lost": departed.lost,
-        "pending": 0.0,
-        "unexplained": abs(
-            departed.processed - departed.applied - departed.rejected - departed.discarded - departed.lost
-        ),
-        "bytes_sent": departed.bytes_sent,
-    }
+    booked = departed.applied + departed.rejected + departed.discarded + departed.lost
+    extra = {"condition": "left" if departed.left else "gone", "pending": 0.0}
+    return {**vars(departed), **extra, "unexplained": abs(departed.processed - booked)}
 
 
 def ledger_rows(picture: dict[str, Any]) -> list[dict[str, Any]]:
@@ -221,7 +193,7 @@ def ledger_rows(picture: dict[str, Any]) -> list[dict[str, Any]]:
     A row of a live worker adds up once it has read its last outcome; `unexplained` is what is missing then.
     """
     rows: dict[str, dict[str, Any]] = {}
-    columns = ("processed", "applied", "rejected", "discarded", "lost", "pending", "unexplained")
+    columns = (*LEDGER, "unexplained")
     for item in [*picture["members"], *picture["departed"]]:
         if item["role"] == "worker":
             row = rows.setdefault(item["name"], {"name": item["name"], **dict.fromkeys(columns, 0.0)})
