@@ -25,8 +25,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
+from redis.retry import Retry
 
 from anabranch.errors import ServerError
 
@@ -213,13 +218,15 @@ class EmbeddedServer:
             raise ServerError("the server was never started")
         return await asyncio.shield(asyncio.wrap_future(self._dead))
 
-    def log_tail(self, lines: int = _LOG_LINES) -> str:
-        """The last lines of the server's log."""
+    def log_tail(self, since: int = 0) -> str:
+        """The last lines of the server's log, from a position on."""
         try:
-            text = (self.options.directory / LOG_NAME).read_text(errors="replace")
+            with open(self.options.directory / LOG_NAME, "rb") as log:
+                log.seek(since)
+                text = log.read().decode(errors="replace")
         except OSError:
-            return "(no log)"
-        return "\n".join(text.splitlines()[-lines:])
+            text = ""
+        return "\n".join(text.splitlines()[-_LOG_LINES:]) or "(no log)"
 
     def _start_once(self, binary: Path) -> None:
         directory = self.options.directory.resolve()
@@ -252,7 +259,7 @@ class EmbeddedServer:
         try:
             self._pid = reported.result(max(0.0, deadline - time.monotonic()))
         except (TimeoutError, ValueError) as error:
-            raise ServerError(f"the embedded server did not start\n{self._log_since(log_start)}") from error
+            raise ServerError(f"the embedded server did not start\n{self.log_tail(log_start)}") from error
         self._wait_ready(deadline, log_start)
 
     def _wait_ready(self, deadline: float, log_start: int) -> None:
@@ -267,12 +274,12 @@ class EmbeddedServer:
             if time.monotonic() >= deadline:
                 raise ServerError(
                     f"the embedded server did not answer within {START_TIMEOUT_S:g} s; the end of its log "
-                    f"{self.options.directory / LOG_NAME}:\n{self._log_since(log_start)}"
+                    f"{self.options.directory / LOG_NAME}:\n{self.log_tail(log_start)}"
                 )
             time.sleep(_POLL_S)
 
     def _why_ended(self, log_start: int) -> str:
-        log = self._log_since(log_start)
+        log = self.log_tail(log_start)
         where = str(self._socket) if self._socket else f"{self.options.host}:{self.port}"
         what = f"the embedded server on {where} ended with status {self._dead.result()}"
         if "address already in use" in log.lower():
@@ -280,32 +287,21 @@ class EmbeddedServer:
         return f"{what}; the end of the log {self.options.directory / LOG_NAME}:\n{log}"
 
     def _probe(self) -> Literal["ready", "loading", "silent"]:
-        """One PING on a socket of its own; the answer counts only if it comes from our process."""
+        """One question on a connection of its own; the answer counts only if it comes from our process."""
+        at = (
+            {"unix_socket_path": str(self._socket)}
+            if self._socket
+            else {"host": self._connect_host(), "port": self.port}
+        )
+        client = redis.Redis(**at, password=self.options.password, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
         try:
-            with self._connect() as connection:
-                if self.options.password:
-                    _ask(connection, b"AUTH", self.options.password.encode())
-                answer = _ask(connection, b"PING")
-                if answer.startswith(b"-LOADING"):
-                    return "loading"
-                if not answer.startswith(b"+PONG"):
-                    return "silent"
-                ours = b"process_id:%d\r\n" % self.pid
-                return "ready" if ours in _ask(connection, b"INFO", b"server") else "silent"
-        except OSError:
+            with client:
+                answer: Any = client.info("server")
+        except BusyLoadingError:
+            return "loading"
+        except RedisError:
             return "silent"
-
-    def _connect(self) -> socket.socket:
-        if self._socket is None:
-            return socket.create_connection((self._connect_host(), self.port), timeout=1.0)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(1.0)
-            connection.connect(str(self._socket))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return "ready" if answer["process_id"] == self.pid else "silent"
 
     def _connect_host(self) -> str:
         """The address to connect to: a wildcard to bind is no address to reach."""
@@ -345,15 +341,6 @@ class EmbeddedServer:
             settings.append(("requirepass", options.password))
         return "".join(f"{name} {_quoted(value)}\n" for name, value in settings)
 
-    def _log_since(self, offset: int) -> str:
-        try:
-            with open(self.options.directory / LOG_NAME, "rb") as log:
-                log.seek(offset)
-                text = log.read().decode(errors="replace")
-        except OSError:
-            return "(no log)"
-        return "\n".join(text.splitlines()[-_LOG_LINES:]) or "(no log)"
-
 
 def _reap(process: subprocess.Popen[bytes], reported: Future[int], dead: Future[int]) -> None:
     """A thread per server: hand over the reported pid, then wait for the end of watchdog and server."""
@@ -374,22 +361,6 @@ def _reap(process: subprocess.Popen[bytes], reported: Future[int], dead: Future[
     if process.stdin is not None:
         process.stdin.close()
     dead.set_result(status)
-
-
-def _ask(connection: socket.socket, *words: bytes) -> bytes:
-    """Send one command and return the raw reply."""
-    request = b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
-    connection.sendall(request)
-    reply = connection.recv(65536)
-    if reply.startswith(b"$"):  # a bulk string: its length, then that many bytes
-        head, _, body = reply.partition(b"\r\n")
-        while len(body) < int(head[1:]) + 2:
-            more = connection.recv(65536)
-            if not more:
-                break
-            body += more
-        return body
-    return reply
 
 
 def _quoted(value: str) -> str:
