@@ -125,21 +125,17 @@ def demo(
     where = directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     options = DemoOptions(where, minutes, workers, port, text)
     console = Console(stderr=as_json)
-    interrupted = False
+    ending = asyncio.Event()
 
     async def run() -> dict[str, Any]:
-        nonlocal interrupted
-        ending = asyncio.Event()
         with DemoDisplay(console) as show, set_on_signals(ending):
-            summary = await Demo(options, show, ending).run()
-        interrupted = ending.is_set()
-        return summary
+            return await Demo(options, show, ending).run()
 
     summary = run_async(run())
     print_summary(console, summary, str(where))
     if as_json:
         typer.echo(json.dumps(summary))
-    if interrupted:
+    if ending.is_set():
         raise typer.Exit(130)
 
 

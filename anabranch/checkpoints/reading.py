@@ -49,17 +49,14 @@ class Tensors(Protocol):
     momentum: Float32 | None
 
 
-class Moment(Protocol):
-    """A run at one moment, before it is written."""
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment, before it is written: versions are never changed in place, so holding them is enough."""
 
-    @property
-    def manifest(self) -> dict[str, Any]: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def versions(self) -> Sequence[Tensors]: ...
-    @property
-    def state(self) -> bytes: ...
+    manifest: dict[str, Any]  # but for `files`, which is known once they are written
+    layout: Layout
+    versions: Sequence[Tensors]
+    state: bytes  # the core's records, members and ledger: opaque here
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Restored:
         return int(self.manifest["tokens"])
 
     @classmethod
-    def from_snapshot(cls, snapshot: Moment, location: str) -> Restored:
+    def from_snapshot(cls, snapshot: Snapshot, location: str) -> Restored:
         """What reading this moment back would give, without writing it. Shares its arrays."""
         thetas = [version.theta for version in snapshot.versions]
         momenta = [

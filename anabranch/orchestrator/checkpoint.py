@@ -9,7 +9,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch._version import VERSION
 from anabranch.checkpoints import reading
 from anabranch.checkpoints.place import FOLDER, MANIFEST, Create, Folder, log, number_of, open_place
-from anabranch.checkpoints.reading import FORMAT, MOMENTUM, STATE, THETA, Restored
+from anabranch.checkpoints.reading import FORMAT, MOMENTUM, STATE, THETA, Restored, Snapshot
 from anabranch.checkpoints.tensors import HashedSink, Sink, write_tensors
 from anabranch.errors import CheckpointError
 from anabranch.faults import fail_at
@@ -31,24 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER", "Checkpoints", "Restored", "Snapshot", "complete_checkpoints", "take_snapshot"]
 
-_SAME = (
-    "format",
-    "run",
-    "timeline",
-    "versions",
-    "layout",
-    "spec",
-)  # equal in two snapshots: nothing was merged between them
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A consistent picture of a run: versions are never changed in place, so holding them is enough."""
-
-    manifest: dict[str, Any]  # but for `files`, which is known once they are written
-    layout: Layout
-    versions: tuple[Version, ...]
-    state: bytes  # the core's records, members and ledger: opaque here
+#: Equal in two snapshots: nothing was merged between them.
+_SAME = ("format", "run", "timeline", "versions", "layout", "spec")
 
 
 def take_snapshot(state: State, layout: Layout, versions: Sequence[Version], stored: bytes = b"") -> Snapshot:
@@ -79,10 +62,8 @@ class Checkpoints:
     **Pruning** follows each save. The newest `keep` complete checkpoints stay, so the newest complete one always
     does: numbers grow with every save, whatever versions do. Of what is older than the newest complete one, other
     complete checkpoints go, and incomplete ones go if nobody can still be writing them; nothing newer is touched.
-    In a folder, an unfinished save of another process (a standby that took over, a leader that stalled) is a hidden
-    folder under an flock, so it is left alone while its writer lives and goes at the next save once it died; in an
-    object store, which has no locks, incomplete files go once they were untouched for a day. Complete means here
-    that the manifest is there and sizes fit: reading all digests at every save would cost more than the save.
+    Complete means here that the manifest is there and sizes fit: reading all digests at every save would cost more
+    than the save.
     """
 
     def __init__(self, where: str | Path, keep: int) -> None:

@@ -204,9 +204,9 @@ class Leading:
                 case do.Birth():
                     self.vault.install_newborn()
                 case do.CloseBooks(last_of_name=True, name=name) | do.ForgetInbox(name=name):
-                    self._listening.forget(name)
+                    self._listening.inboxes.forget(name)
                 case do.Tell(message=messages.Welcome(name=name)):
-                    self._listening.follow(name)
+                    self._listening.inboxes.follow(name, self._members())
                 case do.Checkpoint():
                     self._saving.begin()
                 case do.Tell(message=messages.Stop()):

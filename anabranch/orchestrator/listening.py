@@ -33,9 +33,9 @@ class Listening:
         self._context = context
         self._events = events
         self._members = members
-        self._inboxes = Inboxes(context.keys, most)
+        self.inboxes = Inboxes(context.keys, most)
         for name in members():
-            self._inboxes.follow(name, members())
+            self.inboxes.follow(name, members())
 
     def begin(self) -> None:
         context = self._context
@@ -43,20 +43,14 @@ class Listening:
         context.spawn(self._listen(context.open("knocks")), "listen for knocks")
         context.spawn(self._watch_memory(), "watch the server's memory")
 
-    def follow(self, name: str) -> None:
-        self._inboxes.follow(name, self._members())
-
-    def forget(self, name: str) -> None:
-        self._inboxes.forget(name)
-
     async def drain(self) -> None:
         """Read what is there before a timer may fire."""
         with suppress(*OUTAGE, ResponseError):  # the reading task deals with those
             async with asyncio.timeout(REPLY_S):
-                self._take(await self._inboxes.read(self._context.redis, None))
+                self._take(await self.inboxes.read(self._context.redis, None))
 
     def _take(self, entries: list[Entry]) -> None:
-        for event in self._inboxes.events(entries):
+        for event in self.inboxes.events(entries):
             self._events.put_nowait(event)
 
     async def _read(self, redis: Redis) -> None:
@@ -64,7 +58,7 @@ class Listening:
         while True:
             try:
                 entries = await self._context.persist(
-                    lambda: self._inboxes.read(redis, int(BLOCK_S * 1000)), "read streams", reading=True
+                    lambda: self.inboxes.read(redis, int(BLOCK_S * 1000)), "read streams", reading=True
                 )
             except ResponseError as error:
                 await self._drop_damaged(error)
@@ -75,9 +69,7 @@ class Listening:
     async def _drop_damaged(self, error: ResponseError) -> None:
         """A member made something else of its stream: it is not read any more, the others are."""
         context = self._context
-        damaged = await context.persist(
-            lambda: self._inboxes.drop_damaged(context.redis), "look for a damaged stream"
-        )
+        damaged = await context.persist(lambda: self.inboxes.drop_damaged(context.redis), "look for a damaged stream")
         if not damaged:
             raise error
         for sender in damaged:
@@ -96,7 +88,7 @@ class Listening:
                         if await pubsub.get_message(timeout=REPLY_S) is None:
                             break
                     elif message["type"] == "message":
-                        self._inboxes.knocked(message["data"].decode(errors="replace"), self._members())
+                        self.inboxes.knocked(message["data"].decode(errors="replace"), self._members())
             except OUTAGE:
                 await asyncio.sleep(LONGEST_S / 4)
             finally:

@@ -6,8 +6,10 @@ Describing a batch changes neither the core nor the vault.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from anabranch.errors import OversizedMessage
 from anabranch.orchestrator.core import heads, record
 from anabranch.orchestrator.core import instructions as do
 from anabranch.orchestrator.core.ledger import COLUMNS
@@ -213,7 +215,8 @@ def in_envelopes(message: messages.Message, run: str) -> list[messages.Message]:
     what became of its own contribution to it."""
     if not isinstance(message, messages.Merged | messages.Verdicts) or len(message.verdicts) < 2:
         return [message]
-    if messages.fits(message, run):
+    with suppress(OversizedMessage):
+        messages.encode(message, run)
         return [message]
     half = len(message.verdicts) // 2
     last = message.model_copy(update={"verdicts": message.verdicts[half:]})

@@ -173,7 +173,25 @@ class Synchronizer:
     ) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                context = self._context(redis, life, writer, stack, tasks)
+                context = Context(
+                    url=self.url,
+                    spec=self.spec,
+                    init=self.init,
+                    clock=self.clock,
+                    tape=self.tape,
+                    journal=self.journal,
+                    checkpoints=self.checkpoints,
+                    outages=self.outages,
+                    stopped=self.stopped,
+                    changed=self.changed,
+                    fresh=self.fresh,
+                    saw_model=self.saw_model,
+                    life=life,
+                    redis=redis,
+                    writer=writer,
+                    stack=stack,
+                    tasks=tasks,
+                )
                 context.spawn(self._end_term(), "watch for the end")
                 context.spawn(self._keep_lease(context, lease_s), "keep lease")  # loading a large model outlasts it
                 self.leading = Leading(context, await load_run(context, self._memory))
@@ -184,29 +202,6 @@ class Synchronizer:
                 raise leaf(group) from group
             if self.leading is not None:
                 await self.leading.part()
-
-    def _context(
-        self, redis: Redis, life: ServerLife, writer: FencedWriter, stack: AsyncExitStack, tasks: asyncio.TaskGroup
-    ) -> Context:
-        return Context(
-            url=self.url,
-            spec=self.spec,
-            init=self.init,
-            clock=self.clock,
-            tape=self.tape,
-            journal=self.journal,
-            checkpoints=self.checkpoints,
-            outages=self.outages,
-            stopped=self.stopped,
-            changed=self.changed,
-            fresh=self.fresh,
-            saw_model=self.saw_model,
-            life=life,
-            redis=redis,
-            writer=writer,
-            stack=stack,
-            tasks=tasks,
-        )
 
     async def _end_term(self) -> None:
         await self._ending.wait()

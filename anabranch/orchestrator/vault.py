@@ -28,7 +28,7 @@ from anabranch.model import flatten, layout_for
 from anabranch.orchestrator.core.events import Offer
 from anabranch.orchestrator.core.instructions import Merge
 from anabranch.queue import messages
-from anabranch.queue.blobs import BlobStore
+from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.keys import SYNCHRONIZER
 from anabranch.spec import RunSpec
 
@@ -55,7 +55,7 @@ class Vault:
     """See the module's docstring. `layout` is None before birth."""
 
     spec: RunSpec
-    blobs: BlobStore
+    blobs: RedisBlobs
     layout: Layout | None = None
     versions: list[Version] = field(default_factory=list)
     newborn: Newborn | None = None  # version 0, uploaded, not committed

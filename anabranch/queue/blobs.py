@@ -1,7 +1,6 @@
 """Payloads as claim checks: chunks under blob keys, verified by SHA-256 on the way out.
 
-`BlobStore` is the interface; a second server without persistence for contributions and an object store come
-later. Uploads carry a TTL that the owner refreshes until it learns the outcome.
+Uploads carry a TTL that the owner refreshes until it learns the outcome.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -34,28 +33,6 @@ _MOST_CHUNKS = 1024  # of one blob: its claim has to fit into an envelope
 _INLINE_BYTES = 64 * 1024  # hashing less than this is quicker than handing it to a thread
 _CHUNK_S = 180.0  # for one chunk: enough for 0.2 Mbit/s
 _CONCURRENT = 4  # chunks on the wire at a time: bounds memory, keeps the pipe full
-
-
-class BlobStore(Protocol):
-    """Where payloads live between an upload and its outcome."""
-
-    async def put(self, owner: str, data: memoryview, codec: str, ttl_s: float) -> Claim:
-        """Upload under a fresh id; every chunk expires after `ttl_s` unless refreshed or kept."""
-        ...
-
-    async def put_again(self, claim: Claim, data: memoryview, ttl_s: float) -> None:
-        """Upload the bytes of an earlier claim once more."""
-        ...
-
-    async def get(self, claim: Claim, limit_bytes: int) -> memoryview:
-        """Fetch and verify; `BlobCorrupt` when the claim is over the limit or bytes differ, `BlobMissing`."""
-        ...
-
-    async def refresh(self, claim: Claim, ttl_s: float) -> bool:
-        """Restart the TTL; False if a chunk is gone."""
-        ...
-
-    async def delete(self, claim: Claim) -> None: ...
 
 
 def make_claim(owner: str, data: memoryview, codec: str, blob_id: str | None = None) -> Claim:
@@ -91,12 +68,14 @@ class RedisBlobs:
         self._keys = keys
 
     async def put(self, owner: str, data: memoryview, codec: str, ttl_s: float) -> Claim:
+        """Upload under a fresh id; every chunk expires after `ttl_s` unless refreshed or kept."""
         data = data.cast("B")
         claim = await _off_loop(data.nbytes, make_claim, owner, data, codec)
         await self.put_again(claim, data, ttl_s)
         return claim
 
     async def put_again(self, claim: Claim, data: memoryview, ttl_s: float) -> None:
+        """Upload the bytes of an earlier claim once more."""
         limit = asyncio.Semaphore(_CONCURRENT)
 
         async def upload(key: str, part: memoryview) -> None:
@@ -107,6 +86,7 @@ class RedisBlobs:
         await _together(upload(*item) for item in zip(chunk_keys(self._keys, claim), parts, strict=True))
 
     async def get(self, claim: Claim, limit_bytes: int) -> memoryview:
+        """Fetch and verify; `BlobCorrupt` when the claim is over the limit or bytes differ, `BlobMissing`."""
         check_claim(claim, limit_bytes)
         buffer = np.empty(claim.bytes, np.uint8).data
         limit = asyncio.Semaphore(_CONCURRENT)
@@ -137,6 +117,7 @@ class RedisBlobs:
         return bytes(data)
 
     async def refresh(self, claim: Claim, ttl_s: float) -> bool:
+        """Restart the TTL; False if a chunk is gone."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for key in chunk_keys(self._keys, claim):
                 pipe.pexpire(key, int(ttl_s * 1000))

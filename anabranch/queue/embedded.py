@@ -207,11 +207,6 @@ class EmbeddedServer:
             os.kill(self._pid if self._pid is not None else self.watchdog_pid, signal.SIGKILL)
         self._dead.result(STOP_TIMEOUT_S)
 
-    def restart(self) -> None:
-        """Stop it if it runs and start it again on the same port, directory and password."""
-        self.stop()
-        self.start()
-
     async def wait_dead(self) -> int:
         """Wait until the server has ended, however; its exit status (negative: the signal that killed it)."""
         if self._process is None:

@@ -14,6 +14,7 @@ Tensors never travel here: a message carries a `Claim` (a claim check) for chunk
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
@@ -56,9 +57,14 @@ class _Body(BaseModel):
 class Message(_Body):
     """Base of everything that can be an envelope's body."""
 
-    type: ClassVar[str]
+    type: ClassVar[str]  # what an envelope calls it: the class's name in lower case, unless the class says another
     introduced: ClassVar[int] = 1  # the first schema that has this message
     since: ClassVar[dict[str, int]] = {}  # fields that older schemas do not have, and the first that has them
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "type" not in vars(cls):
+            cls.type = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 class Claim(_Body):
@@ -110,7 +116,6 @@ Holding = Annotated[list[Held], Field(max_length=256)]
 class Register(Message):
     """Asks for an incarnation. `nonce` tells two processes with one name apart."""
 
-    type = "register"
     nonce: Nonce
     name: Name
     label: Label = ""
@@ -124,7 +129,6 @@ class Register(Message):
 class Contribution(Message):
     """A worker's answer to a call. Identity: (incarnation, fragment, timeline, base)."""
 
-    type = "contribution"
     incarnation: Count
     fragment: Count
     timeline: Label
@@ -141,7 +145,6 @@ class Contribution(Message):
 class Decline(Message):
     """Asked for a contribution it cannot give."""
 
-    type = "decline"
     incarnation: Count
     fragment: Count
     round: Count
@@ -151,7 +154,6 @@ class Decline(Message):
 class Init(Message):
     """Version 0, from the one worker that was asked. Layout and the list of claims are blobs: they may be large."""
 
-    type = "init"
     incarnation: Count
     layout: Claim
     fragments: Claim  # msgpack list of one claim per fragment
@@ -160,7 +162,6 @@ class Init(Message):
 class RangeRequest(Message):
     """Asks for data: `wanted` ranges that are not in hand yet, of a dataset that every worker has a copy of."""
 
-    type = "range_request"
     incarnation: Count
     items: Annotated[int, Field(ge=1, le=2**53)]
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
@@ -171,7 +172,6 @@ class RangeRequest(Message):
 class StateRequest(Message):
     """A joiner asks for a peer's inner optimizer state (`--warm-start`), but not again for what did not help."""
 
-    type = "state_request"
     incarnation: Count
     not_from: Annotated[list[Count], Field(max_length=16)] = []  # incarnations
 
@@ -179,7 +179,6 @@ class StateRequest(Message):
 class StateOffer(Message):
     """A peer's inner optimizer state for a joiner, or none and why."""
 
-    type = "state_offer"
     incarnation: Count
     to: Count
     claim: Claim | None = None
@@ -189,7 +188,6 @@ class StateOffer(Message):
 class Farewell(Message):
     """The member leaves; nothing follows."""
 
-    type = "farewell"
     incarnation: Count
     figures: Annotated[list[Figures], Field(max_length=1024)] = []
     reason: Text = ""
@@ -202,7 +200,6 @@ class Farewell(Message):
 class Progress(Message):
     """Heartbeat and figures, 1 to 10 per second. Lists have one item per fragment."""
 
-    type = "progress"
     incarnation: Count
     steps: Count
     step_s: Seconds  # exponential average of wall time from step to step; 0 before the second step
@@ -230,7 +227,6 @@ class Progress(Message):
 
 
 class Welcome(Message):
-    type = "welcome"
     name: Name
     nonce: Nonce
     incarnation: Count
@@ -239,7 +235,6 @@ class Welcome(Message):
 class Refused(Message):
     """A registration that was turned away."""
 
-    type = "refused"
     name: Name
     nonce: Nonce
     reason: Text
@@ -249,7 +244,6 @@ class Refused(Message):
 class Closed(Message):
     """These incarnations are over; a process that still lives registers anew and overwrites everything."""
 
-    type = "closed"
     incarnations: list[int]
     reason: Text
 
@@ -257,14 +251,12 @@ class Closed(Message):
 class SendInit(Message):
     """Asks one worker for version 0."""
 
-    type = "send_init"
     incarnation: Count
 
 
 class SendState(Message):
     """Asks one worker for its inner optimizer state, for the joiner `to`."""
 
-    type = "send_state"
     incarnation: Count
     to: Count
 
@@ -272,7 +264,6 @@ class SendState(Message):
 class PeerState(Message):
     """For the joiner `to`: where the inner optimizer state of `incarnation` is, or why there is none."""
 
-    type = "peer_state"
     to: Count
     incarnation: Count  # whose it is; 0: nobody can be asked
     claim: Claim | None = None
@@ -282,14 +273,12 @@ class PeerState(Message):
 class Born(Message):
     """Version 0 stands; read `state`."""
 
-    type = "born"
     timeline: Label
 
 
 class Call(Message):
     """Opens a round: send me this fragment, based on this version."""
 
-    type = "call"
     round: Count
     fragment: Count
     timeline: Label
@@ -312,7 +301,6 @@ class Verdict(_Body):
 class Merged(Message):
     """A round closed and its fragment has a new version: both facts in one entry."""
 
-    type = "merged"
     round: Count
     fragment: Count
     timeline: Label
@@ -327,12 +315,10 @@ class Merged(Message):
 class Verdicts(Message):
     """Outcomes of contributions that arrived after their base was superseded."""
 
-    type = "verdicts"
     verdicts: list[Verdict]
 
 
 class Abandoned(Message):
-    type = "abandoned"
     round: Count
     fragment: Count
     base: Count
@@ -342,7 +328,6 @@ class Abandoned(Message):
 class Resend(Message):
     """A contribution's payload is gone: send it again."""
 
-    type = "resend"
     incarnation: Count
     fragment: Count
     base: Count
@@ -351,7 +336,6 @@ class Resend(Message):
 class Leases(Message):
     """Data ranges for one incarnation, or why there are none."""
 
-    type = "leases"
     incarnation: Count
     timeline: Label
     leases: Leased = []
@@ -368,15 +352,14 @@ class Setting(Message):
 
 
 class Pause(Message):
-    type = "pause"
+    pass
 
 
 class Resume(Message):
-    type = "resume"
+    pass
 
 
 class Stop(Message):
-    type = "stop"
     reason: Text
 
 
@@ -386,7 +369,6 @@ class Stop(Message):
 class Head(Message):
     """Where the run stands."""
 
-    type = "head"
     timeline: Label
     tokens: Count  # global tokens applied, parameter-weighted
     paused: bool
@@ -406,7 +388,6 @@ class FragmentHead(Message):
 class Own(Message):
     """What became of one incarnation's contributions (the newest of each fragment), and its data ranges."""
 
-    type = "own"
     nonce: Nonce
     outcomes: list[Verdict]
     leases: list[Lease]
@@ -418,7 +399,6 @@ class Own(Message):
 class Command(Message):
     """An operator's wish; `id` makes a repeat harmless."""
 
-    type = "command"
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
     action: Literal["pause", "resume", "stop", "checkpoint", "set"]
     key: Label = ""
@@ -426,11 +406,7 @@ class Command(Message):
     by: Label = ""
 
 
-def _all_messages(base: type[Message]) -> dict[str, type[Message]]:
-    return {kind.type: kind for kind in base.__subclasses__()}
-
-
-TYPES = _all_messages(Message)
+TYPES = {kind.type: kind for kind in Message.__subclasses__()}
 
 
 def encode(message: Message, run: str, schema: int = SCHEMA, limit: int = ENVELOPE_LIMIT) -> bytes:
@@ -442,15 +418,6 @@ def encode(message: Message, run: str, schema: int = SCHEMA, limit: int = ENVELO
     if len(data) > limit:
         raise OversizedMessage(f"{message.type}: {len(data)} bytes, the limit is {limit}")
     return data
-
-
-def fits(message: Message, run: str) -> bool:
-    """Whether the envelope stays within the limit."""
-    try:
-        encode(message, run)
-    except OversizedMessage:
-        return False
-    return True
 
 
 def decode(data: bytes, run: str, limit: int = ENVELOPE_LIMIT) -> Message:

@@ -7,6 +7,7 @@ first checks the epoch, then recognises repeats, then checks everything, and onl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -38,22 +39,22 @@ class Transaction:
     """Checks and writes to be carried out as one. Key names are collected for KEYS."""
 
     keys: Keys
-    _names: list[str] = field(default_factory=list)
-    _indexes: dict[str, int] = field(default_factory=dict)
-    _operations: list[Value] = field(default_factory=list)
+    script_keys: list[str] = field(default_factory=list)
+    script_arguments: list[Value] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._names = [self.keys.epoch, self.keys.state, self.keys.broadcast]
-        self._indexes = {name: position for position, name in enumerate(self._names, start=1)}  # Lua counts from 1
-
-    def __bool__(self) -> bool:
-        return bool(self._operations)
+        self.script_keys = [self.keys.epoch, self.keys.state, self.keys.broadcast]
+        self._indexes = {name: position for position, name in enumerate(self.script_keys, start=1)}  # Lua's, from 1
 
     def _add(self, name: str, key: str, *arguments: Value) -> None:
         if (index := self._indexes.get(key)) is None:
-            self._names.append(key)
-            index = self._indexes[key] = len(self._names)
-        self._operations += [name, index, len(arguments), *arguments]
+            self.script_keys.append(key)
+            index = self._indexes[key] = len(self.script_keys)
+        self.script_arguments += [name, index, len(arguments), *arguments]
+
+    def _add_many(self, name: str, key: str, arguments: Sequence[Value]) -> None:
+        for start in range(0, len(arguments), _ARGUMENTS):
+            self._add(name, key, *arguments[start : start + _ARGUMENTS])
 
     # checks
 
@@ -69,13 +70,10 @@ class Transaction:
     # writes
 
     def hset(self, key: str, mapping: Mapping[str, Value]) -> None:
-        pairs: list[Value] = [item for pair in mapping.items() for item in pair]
-        for start in range(0, len(pairs), _ARGUMENTS):
-            self._add("hset", key, *pairs[start : start + _ARGUMENTS])
+        self._add_many("hset", key, [item for pair in mapping.items() for item in pair])
 
     def hdel(self, key: str, fields: Sequence[str]) -> None:
-        for start in range(0, len(fields), _ARGUMENTS):
-            self._add("hdel", key, *fields[start : start + _ARGUMENTS])
+        self._add_many("hdel", key, fields)
 
     def hincrby(self, key: str, hash_field: str, amount: int) -> None:
         self._add("hincrby", key, hash_field, amount)
@@ -88,8 +86,7 @@ class Transaction:
         self._add("xadd", key, *[item for pair in fields.items() for item in pair])
 
     def xdel(self, key: str, ids: Sequence[bytes]) -> None:
-        for start in range(0, len(ids), _ARGUMENTS):
-            self._add("xdel", key, *ids[start : start + _ARGUMENTS])
+        self._add_many("xdel", key, ids)
 
     def trim(self, key: str, max_length: int) -> None:
         self._add("trim", key, max_length)
@@ -116,14 +113,6 @@ class Transaction:
     def drop_blob(self, claim: Claim) -> None:
         for key in chunk_keys(self.keys, claim):
             self._add("unlink", key)
-
-    @property
-    def script_keys(self) -> list[str]:
-        return self._names
-
-    @property
-    def script_arguments(self) -> list[Value]:
-        return self._operations
 
 
 def chunk_keys(keys: Keys, claim: Claim) -> list[str]:
@@ -158,6 +147,7 @@ class FencedWriter:
         self._acquire = redis.register_script(load_script("acquire_lease"))
         self._renew = redis.register_script(load_script("renew_lease"))
         self._number = 0
+        self._unanswered: Transaction | None = None
         self.epoch = 0
 
     @property
@@ -172,7 +162,7 @@ class FencedWriter:
         )
         if answer[0] != b"leader":
             return Holder(answer[1].decode(), max(0, int(answer[2])) / 1000)
-        self.epoch, self._number = int(answer[1]), 0
+        self.epoch, self._number, self._unanswered = int(answer[1]), 0, None
         return None
 
     async def renew(self, lease_s: float) -> None:
@@ -183,15 +173,21 @@ class FencedWriter:
         self._check_fence(answer)
 
     async def write(self, transaction: Transaction) -> Written:
-        """Carry out a transaction. Safe to repeat after a lost reply: until an answer came, the number stays.
+        """Carry out a transaction. Safe to repeat after a lost reply: until an answer came, the number stays, and
+        whatever else is written next comes after it.
 
         Raises `Fenced` when a newer leader holds the run, `ServerChanged` when the server lost what it had
         acknowledged, `WriteRefused` when a check did not hold.
         """
+        if self._unanswered is not None and self._unanswered is not transaction:
+            with suppress(WriteRefused):
+                await self.write(self._unanswered)
+        self._unanswered = transaction
         answer: list[Any] = await self._write(
             keys=transaction.script_keys,
             args=[self.token, self.epoch, self._number + 1, *transaction.script_arguments],
         )
+        self._unanswered = None
         self._check_fence(answer)
         if answer[0] == b"lost":
             raise ServerChanged(f"the server lost acknowledged writes: {answer[1].decode(errors='replace')}")

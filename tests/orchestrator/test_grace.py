@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.orchestrator.core.grace import Averages, average, deadline_s, grace_s, slack_s
+from anabranch.orchestrator.core.grace import Averages, average
+from anabranch.spec import RoundsSpec
 
 
 def test_the_first_value_of_an_average_counts_whole() -> None:
@@ -18,13 +19,13 @@ def test_later_values_count_a_quarter() -> None:
 
 def test_slack() -> None:
     averages = Averages(step_s=0.5, quorum_s=1.0, sync_s=0.25)
-    assert slack_s(averages, in_flight=2, interval_steps=3.0) == 2 * 3.0 * 0.5 - (1.0 + 0.25)
+    assert averages.slack_s(RoundsSpec(inner_steps=24, fragments=8, in_flight=2)) == 2 * 3.0 * 0.5 - (1.0 + 0.25)
 
 
 def test_with_h_equal_p_the_window_is_the_published_rule() -> None:
     averages = Averages(step_s=1.0, quorum_s=0.5, sync_s=0.5)
     for tau in (1, 2, 3):
-        window = grace_s(averages, in_flight=tau, interval_steps=1.0, factor=0.8, cap_s=None)
+        window = averages.grace_s(RoundsSpec(inner_steps=8, fragments=8, in_flight=tau))
         assert window == pytest.approx(min(0.8 * (tau * 1.0 - 1.0), 1.0)), "γ·slack, up to one step"
 
 
@@ -41,16 +42,16 @@ def test_with_h_equal_p_the_window_is_the_published_rule() -> None:
 )
 def test_the_window_is_clamped(quorum_s: float, cap_s: float | None, expected: float) -> None:
     averages = Averages(step_s=0.5, quorum_s=quorum_s)
-    window = grace_s(averages, in_flight=2, interval_steps=3.0, factor=0.8, cap_s=cap_s)
+    window = averages.grace_s(RoundsSpec(inner_steps=24, fragments=8, grace_factor=0.8, grace_cap_s=cap_s))
     assert window == pytest.approx(expected)
 
 
 def test_before_anything_was_measured_there_is_no_window() -> None:
-    assert grace_s(Averages(), in_flight=2, interval_steps=3.0, factor=0.8, cap_s=None) == 0.0
+    assert Averages().grace_s(RoundsSpec(inner_steps=24, fragments=8)) == 0.0
 
 
 def test_the_deadline_is_some_intervals_and_at_least_a_minimum() -> None:
     averages = Averages(step_s=2.0)
-    assert deadline_s(averages, interval_steps=3.0, intervals=4.0, minimum_s=10.0) == 24.0
-    assert deadline_s(averages, interval_steps=1.0, intervals=4.0, minimum_s=10.0) == 10.0
-    assert deadline_s(Averages(), interval_steps=3.0, intervals=4.0, minimum_s=10.0) == 10.0
+    assert averages.deadline_s(RoundsSpec(inner_steps=24, fragments=8)) == 24.0
+    assert averages.deadline_s(RoundsSpec(inner_steps=8, fragments=8)) == 10.0
+    assert Averages().deadline_s(RoundsSpec(inner_steps=24, fragments=8)) == 10.0

@@ -344,7 +344,7 @@ async def test_streams_and_books_of_the_departed_are_cleared_away(run_url: str, 
         await wait_until(cleared, "nothing of them is left")
         leading = run.synchronizer.leading
         assert leading is not None
-        senders = leading._listening._inboxes._senders
+        senders = leading._listening.inboxes._senders
         assert len(senders) == 3, "only `control` and the streams of who is here are read"
 
 

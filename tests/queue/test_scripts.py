@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,24 @@ async def test_a_repeat_after_a_lost_reply_changes_nothing(
     again = await twin.write(transaction(keys, *fills))
     assert (again.repeat, again.broadcast) == (True, first.broadcast)
     assert await everything(redis, keys) == before
+
+
+async def test_what_is_written_after_an_unanswered_write_is_no_repeat_of_it(
+    redis: Redis, keys: Keys, writer: FencedWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is cancelled while a write is under way does not know whether it was carried out."""
+    script = writer._write
+
+    async def unheard(**arguments: Any) -> Any:
+        await script(**arguments)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(writer, "_write", unheard)
+    with pytest.raises(asyncio.CancelledError):
+        await writer.write(transaction(keys, WRITES["hincrby"]))
+    monkeypatch.undo()
+    assert not (await writer.write(transaction(keys, WRITES["hincrby"]))).repeat
+    assert await redis.hget(keys.ledger, "count") == b"9", "each once"
 
 
 async def test_a_gap_in_the_numbers_is_refused(redis: Redis, keys: Keys, writer: FencedWriter) -> None:
@@ -385,11 +404,6 @@ async def test_whoever_asks_again_begins_another_epoch(redis: Redis, keys: Keys,
     assert await writer.acquire(LONG_S) is None
     assert writer.epoch == 2
     assert not (await writer.write(transaction(keys, WRITES["hincrby"]))).repeat
-
-
-def test_an_empty_transaction_is_false(keys: Keys) -> None:
-    assert not Transaction(keys)
-    assert transaction(keys, WRITES["set"])
 
 
 def test_chunks_of_a_claim_are_numbered(keys: Keys) -> None:

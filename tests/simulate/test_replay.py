@@ -26,6 +26,7 @@ from tests.conftest import ServerFactory
 from tests.harness import make_spec as make_spec_of
 from tests.orchestrator.bench import Bench, make_spec, one
 from tests.promises.lives import Stored, at_work, stored_run, zygote
+from tests.wait import wait_until
 
 
 class Recorded(Bench):
@@ -192,6 +193,7 @@ async def test_a_run_in_which_worker_leader_and_server_are_killed_is_decided_the
             life = mother.begin(url, spec, directory)
             async with at_work({"c": c}):
                 await goes_on(stored)
+            await books_closed(stored, "c")
             await goes_on(stored)
             await mother.kill(life)
             life = mother.begin(url, spec, directory)
@@ -212,3 +214,10 @@ async def test_a_run_in_which_worker_leader_and_server_are_killed_is_decided_the
 async def goes_on(stored: Stored, rounds: int = 2) -> None:
     versions = await stored.versions()
     await stored.reach(max(versions, default=0) + rounds)
+
+
+async def books_closed(stored: Stored, name: str) -> None:
+    async def closed() -> bool:
+        return any(event["kind"] == "closed" and event["name"] == name for event in await stored.tape())
+
+    await wait_until(closed, f"the books of {name} are closed")

@@ -15,7 +15,7 @@ import anabranch
 from anabranch.errors import BlobMissing, UsageError
 from anabranch.orchestrator.core.peers import WARM_STEPS
 from anabranch.queue import messages
-from anabranch.queue.blobs import make_claim
+from anabranch.queue.blobs import RedisBlobs, make_claim
 from anabranch.queue.url import RunUrl
 from anabranch.workers.member import warm_start
 from anabranch.workers.member.line import Line
@@ -137,8 +137,8 @@ def test_a_warm_start_needs_the_optimizer() -> None:
 OURS, PEER, OTHER = 7, 3, 4
 
 
-class Blobs:
-    """A blob store in memory."""
+class Blobs(RedisBlobs):
+    """In memory."""
 
     def __init__(self) -> None:
         self.held: dict[str, memoryview] = {}

@@ -8,7 +8,7 @@ from typing import Literal
 from anabranch.merge.weights import token_weight
 from anabranch.orchestrator.core import outcomes, policies
 from anabranch.orchestrator.core.events import Merged
-from anabranch.orchestrator.core.grace import average, grace_s
+from anabranch.orchestrator.core.grace import average
 from anabranch.orchestrator.core.instructions import Commit, Drop, Instruction, Merge, SetTimer, Tell
 from anabranch.orchestrator.core.state import Closed, Round, State
 from anabranch.queue import messages
@@ -56,14 +56,7 @@ def review_all(state: State, now: float) -> Iterator[Instruction]:
 def _wait_for_more(state: State, round_: Round, now: float) -> Iterator[Instruction]:
     """The grace window, from the quorum on."""
     assert round_.quorum_at is not None
-    settings = state.spec.rounds
-    round_.grace_s = grace_s(
-        state.averages,
-        in_flight=settings.in_flight,
-        interval_steps=settings.interval_steps,
-        factor=settings.grace_factor,
-        cap_s=settings.grace_cap_s,
-    )
+    round_.grace_s = state.averages.grace_s(state.spec.rounds)
     left = round_.grace_s - (now - round_.quorum_at)
     if left > 0:
         yield SetTimer("grace", "grace", left, round_.number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anabranch.spec import RoundsSpec
+
 FACTOR = 0.25  # of the exponential moving averages
 
 
@@ -20,22 +22,19 @@ class Averages:
     quorum_s: float | None = None
     sync_s: float | None = None
 
+    def interval_s(self, rounds: RoundsSpec) -> float:
+        """(H/P)·ξ_step: between two openings."""
+        return rounds.interval_steps * (self.step_s or 0.0)
 
-def slack_s(averages: Averages, in_flight: int, interval_steps: float) -> float:
-    """τ·(H/P)·ξ_step − (ξ_quorum + ξ_sync): time left until the fragment's next version is missed."""
-    return (
-        in_flight * interval_steps * (averages.step_s or 0.0) - (averages.quorum_s or 0.0) - (averages.sync_s or 0.0)
-    )
+    def slack_s(self, rounds: RoundsSpec) -> float:
+        """τ·(H/P)·ξ_step − (ξ_quorum + ξ_sync): time left until the fragment's next version is missed."""
+        return rounds.in_flight * self.interval_s(rounds) - (self.quorum_s or 0.0) - (self.sync_s or 0.0)
 
+    def grace_s(self, rounds: RoundsSpec) -> float:
+        """clamp(γ·slack, 0, cap), cap = (H/P)·ξ_step unless given. With H = P this is the published rule."""
+        cap = self.interval_s(rounds) if rounds.grace_cap_s is None else rounds.grace_cap_s
+        return max(0.0, min(rounds.grace_factor * self.slack_s(rounds), cap))
 
-def grace_s(
-    averages: Averages, *, in_flight: int, interval_steps: float, factor: float, cap_s: float | None
-) -> float:
-    """clamp(γ·slack, 0, cap), cap = (H/P)·ξ_step unless given. With H = P this is the published rule."""
-    cap = interval_steps * (averages.step_s or 0.0) if cap_s is None else cap_s
-    return max(0.0, min(factor * slack_s(averages, in_flight, interval_steps), cap))
-
-
-def deadline_s(averages: Averages, *, interval_steps: float, intervals: float, minimum_s: float) -> float:
-    """How long a round may stay below its quorum."""
-    return max(minimum_s, intervals * interval_steps * (averages.step_s or 0.0))
+    def deadline_s(self, rounds: RoundsSpec) -> float:
+        """How long a round may stay below its quorum."""
+        return max(rounds.deadline_min_s, rounds.deadline_intervals * self.interval_s(rounds))

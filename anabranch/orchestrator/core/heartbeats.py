@@ -111,13 +111,7 @@ def check_books(state: State, member: Member) -> Iterator[Instruction]:
     for index in range(len(state.fragments)):
         if said.read < member.outcome_read.get(index, 0) or (member.incarnation, index) in state.unmarked:
             continue
-        difference = imbalance(
-            member.account,
-            index,
-            processed=said.processed,
-            discarded=said.discarded[index],
-            pending=said.pending[index],
-        )
+        difference = imbalance(member.account, index, said.processed, said.discarded[index], said.pending[index])
         noted = member.imbalances.get(index, 0)
         if difference != noted:
             member.imbalances[index] = difference

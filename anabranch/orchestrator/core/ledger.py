@@ -42,7 +42,7 @@ class Account:
         return self.applied[fragment] + self.rejected[fragment] + self.lost[fragment]
 
 
-def imbalance(account: Account, fragment: int, *, processed: int, discarded: int, pending: int = 0) -> int:
+def imbalance(account: Account, fragment: int, processed: int, discarded: int, pending: int = 0) -> int:
     """processed minus everything it should be made of; zero when the books agree. Of a dead incarnation: the tokens
     it took with it."""
     return processed - discarded - pending - account.settled(fragment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anabranch.orchestrator.core import closing, policies
-from anabranch.orchestrator.core.grace import average, deadline_s
+from anabranch.orchestrator.core.grace import average
 from anabranch.orchestrator.core.instructions import Instruction, SetTimer, Tell
 from anabranch.orchestrator.core.state import ROUNDS_KEPT, Fragment, Member, Round, State, keep
 from anabranch.queue import messages
@@ -102,18 +102,12 @@ def _open_for_what_is_left(state: State, now: float) -> Iterator[Instruction]:
 
 
 def _open(state: State, fragment: Fragment, called: list[Member], reason: str, now: float) -> Iterator[Instruction]:
-    settings = state.spec.rounds
     round_ = Round(
         number=state.next_round,
         fragment=fragment.index,
         base=fragment.version,
         opened_at=now,
-        deadline_s=deadline_s(
-            state.averages,
-            interval_steps=settings.interval_steps,
-            intervals=settings.deadline_intervals,
-            minimum_s=settings.deadline_min_s,
-        ),
+        deadline_s=state.averages.deadline_s(state.spec.rounds),
         called={m.incarnation for m in called},
         reason=reason,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from anabranch.orchestrator.core import policies
-from anabranch.orchestrator.core.grace import slack_s
 from anabranch.orchestrator.core.ledger import weighted
 from anabranch.orchestrator.core.state import Departed, Member, Round, State
 from anabranch.queue.messages import Progress
@@ -106,8 +105,7 @@ def _settings(state: State) -> dict[str, Any]:
 
 
 def _averages(state: State) -> dict[str, Any]:
-    rounds = state.spec.rounds
-    return {**vars(state.averages), "slack_s": slack_s(state.averages, rounds.in_flight, rounds.interval_steps)}
+    return {**vars(state.averages), "slack_s": state.averages.slack_s(state.spec.rounds)}
 
 
 def _round(state: State, round_: Round, now: float) -> dict[str, Any]:

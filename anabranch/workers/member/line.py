@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 from redis.asyncio import Redis
 
 from anabranch.queue import messages
-from anabranch.queue.blobs import BlobStore, RedisBlobs
+from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import connect
 from anabranch.queue.keys import Keys
 from anabranch.queue.patience import REPLY_S, Outages, persist
@@ -35,7 +35,7 @@ class Line:
     redis: Redis
     pulse: Redis  # heartbeats wait for nothing else
     reading: Redis  # the broadcast
-    blobs: BlobStore
+    blobs: RedisBlobs
     outages: Outages
 
     @classmethod
