@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 import secrets
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,9 @@ _TIDY_S = 15.0  # an async test ends so much before its limit: by itself, with i
 # An example may take its time: on a loaded machine 0.2 s say nothing about it.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")
+
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup: what we start would ignore it, too
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers, in whatever order tests run
 os.environ["OMP_NUM_THREADS"] = "1"  # several test processes, with processes of their own, share few cores
