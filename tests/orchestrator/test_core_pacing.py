@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from anabranch.orchestrator.core import events as ev
 from anabranch.orchestrator.core import instructions as do
 from anabranch.queue import messages as msg
 from tests.orchestrator.bench import TIMELINE, TOKENS, Bench, make_spec, one, told, told_one, why
@@ -36,10 +39,73 @@ def test_with_quorum_all_the_slowest_paces() -> None:
     assert why(msg.Call, bench.steps(c=1)) == "c made 2 of 2 steps"
 
 
-def test_a_quorum_beyond_the_workers_that_advance_does_not_stop_the_pace() -> None:
-    bench = Bench(make_spec(quorum=5))
+def test_a_round_that_cannot_reach_its_quorum_is_not_opened_and_opens_as_soon_as_it_can() -> None:
+    bench = Bench(make_spec(quorum=2))
+    bench.worker("a")
+    assert not told(msg.Call, bench.steps(a=20))
+    bench.worker("b")  # with its first step
+    assert told_one(msg.Call, bench.log).called == [1, 2], "not an interval later: it has been due for long"
+    assert not told(msg.Call, bench.steps(a=1, b=1)), "and then as usual"
+
+
+def test_a_worker_that_goes_on_lets_a_due_round_open() -> None:
+    bench = Bench(make_spec(quorum=2))
+    bench.worker("a")
+    bench.worker("b")
+    bench.steps(a=1, b=1)
+    bench.elapse(3.5)  # both are stuck
+    assert not told(msg.Call, bench.steps(a=2))
+    assert told_one(msg.Call, bench.steps(b=1)).called == [1, 2]
+
+
+def test_who_can_answer_later_is_called_for_the_round_that_is_open() -> None:
+    bench = Bench(make_spec(quorum=1, in_flight=1))
     bench.worker("a")
     assert told_one(msg.Call, bench.steps(a=2)).called == [1]
+    bench.worker("b")  # with its first step
+    _, late = told(msg.Call, bench.log)
+    assert (late.round, late.called) == (1, [2]), "those that were called before are not asked again"
+    assert bench.state.rounds[1].called == {1, 2}
+    assert not told(msg.Call, bench.steps(b=1)), "once"
+
+
+@pytest.mark.parametrize("answer", ["declined", "refused", "in hand"])
+def test_who_has_answered_is_not_called_again_for_the_same_round(answer: str) -> None:
+    bench = Bench(make_spec(quorum=2, in_flight=1))
+    bench.worker("a")
+    b = bench.worker("b")
+    assert told_one(msg.Call, bench.steps(a=2, b=2)).called == [1, 2]
+    if answer == "declined":
+        decline = msg.Decline(incarnation=b.incarnation, fragment=0, round=1, reason="no")
+        bench.send(ev.Heard("b", bench.entry(), decline))
+    elif answer == "refused":
+        bench.send_offer(bench.offer("b", base_digest=b"?" * 32))
+    else:
+        bench.contribute("b")
+    bench.elapse(0.5)  # with a sweep
+    assert not told(msg.Call, bench.steps(a=1, b=1))
+
+
+def test_with_quorum_all_a_round_waits_for_everybodys_adoption() -> None:
+    bench = Bench(make_spec(quorum="all", inner_steps=1, fragments=1), sizes=(10,))
+    bench.worker("a")
+    b = bench.worker("b")
+    b.adopted[0] = -1
+    assert not told(msg.Call, bench.steps(a=1, b=1)), "1 of 1 would be merged"
+    b.adopted[0] = 0
+    assert told_one(msg.Call, bench.steps(b=1)).called == [1, 2]
+
+
+def test_with_quorum_all_who_never_adopts_is_waited_for_no_longer_than_a_deadline() -> None:
+    bench = Bench(make_spec(quorum="all", inner_steps=1, fragments=1, deadline_min_s=2.0), sizes=(10,))
+    bench.worker("a")
+    bench.worker("b").adopted[0] = -1
+    assert not told(msg.Call, bench.steps(a=1, b=1))
+    for _ in range(3):
+        bench.elapse(0.375)
+        assert not told(msg.Call, bench.steps(a=1, b=1))
+    bench.elapse(1.0)
+    assert told_one(msg.Call, bench.log).called == [1]
 
 
 def test_steps_made_before_an_opening_do_not_pace_the_next_round_whenever_they_are_reported() -> None:
@@ -137,17 +203,17 @@ def test_with_nobody_to_call_nothing_opens() -> None:
 
 def test_a_stuck_worker_neither_paces_nor_is_called() -> None:
     bench = Bench(make_spec(quorum=2))
-    bench.worker("a")
-    bench.worker("stuck")
-    bench.steps(a=1, stuck=1)
+    for name in ("a", "b", "stuck"):
+        bench.worker(name)
+    bench.steps(a=1, b=1, stuck=1)
     bench.elapse(3.5)  # more than 10 steps of 0.125 s, and than 3 heartbeats
-    assert bench.state.members[2].live
-    bench.steps(a=1)  # a advances again and now alone sets the pace
-    assert told_one(msg.Call, bench.log).called == [1]
+    assert bench.state.members[3].live
+    bench.steps(a=1, b=1)  # they advance again
+    assert told_one(msg.Call, bench.log).called == [1, 2]
 
 
 def test_a_slow_worker_is_not_stuck_before_ten_of_its_usual_steps() -> None:
-    bench = Bench(make_spec(quorum=2))
+    bench = Bench(make_spec(quorum="all"))
     bench.worker("a")
     bench.worker("slow", step_s=1.0)
     bench.steps(a=1, slow=1)

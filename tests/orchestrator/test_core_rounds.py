@@ -417,10 +417,11 @@ def test_a_payload_that_is_gone_is_asked_for_again_and_not_counted() -> None:
 
 def test_a_contribution_nobody_called_for_is_welcome_while_its_base_stands() -> None:
     bench = Bench(make_spec(quorum=2))
-    opened(bench, "a")
+    opened(bench, "a", "b")
     bench.join("uncalled")
     bench.contribute("uncalled")
-    assert len(one(do.Merge, bench.contribute("a")).parts) == 2
+    bench.contribute("a")
+    assert len(one(do.Merge, bench.contribute("b")).parts) == 3
 
 
 def test_an_evaluator_cannot_contribute() -> None:

@@ -192,7 +192,7 @@ def slow(bench: Bench) -> None:
     """Calls come every second, a step takes three: at the boundary all fragments fall due before the next."""
     for number in range(4):
         bench.now += 1.0
-        bench.learner.heard(call(base=9, fragment=number % 2))
+        bench.learner.heard(call(base=9, fragment=number % 2, number=number + 1))
     bench.train(by=0.25)
     bench.boundary(step_s=3.0)
 
@@ -206,6 +206,15 @@ def test_a_slow_worker_answers_at_once_from_a_copy(bench: Bench) -> None:
     assert answer.snapshot.tokens == 10, "what trained after the copy is not claimed"
     assert answer.loss == 1.5
     assert not bench.books.has_outcome(0, 0)
+
+
+def test_that_others_are_called_later_for_a_round_says_nothing_about_the_time_between_rounds(bench: Bench) -> None:
+    slow(bench)
+    for _ in range(20):
+        bench.now += 0.01
+        bench.learner.heard(call(base=9, fragment=1, number=4))
+    bench.boundary(step_s=0.25)
+    assert bench.hear(0.01, call(number=5)) is None, "a step that is short beside a second needs no copy"
 
 
 def test_a_copy_answers_one_call_only(bench: Bench) -> None:
@@ -232,7 +241,7 @@ def test_copies_do_not_outlive_the_next_boundary(bench: Bench) -> None:
 def test_a_quick_worker_takes_no_copies(bench: Bench) -> None:
     for number in range(4):
         bench.now += 1.0
-        bench.learner.heard(call(base=9, fragment=number % 2))
+        bench.learner.heard(call(base=9, fragment=number % 2, number=number + 1))
     bench.train()
     bench.boundary(step_s=0.5)
     assert bench.hear(1.0, call()) is None

@@ -10,6 +10,7 @@ from anabranch.orchestrator.core import outcomes, policies
 from anabranch.orchestrator.core.events import Merged
 from anabranch.orchestrator.core.grace import average
 from anabranch.orchestrator.core.instructions import Commit, Drop, Instruction, Merge, SetTimer, Tell
+from anabranch.orchestrator.core.stages import OVER
 from anabranch.orchestrator.core.state import Closed, Round, State
 from anabranch.queue import messages
 
@@ -18,7 +19,7 @@ Passed = Literal["window", "deadline"] | None
 
 def review(state: State, round_: Round, now: float, passed: Passed = None) -> Iterator[Instruction]:
     """After anything that may let a round go on or end it. `passed`: what of it is running out at this moment."""
-    if round_.stage in ("merging", "merged", "abandoned"):
+    if round_.stage in OVER:
         return
     arrived = len(state.fragments[round_.fragment].in_hand)
     missing = policies.missing(round_, state)

@@ -107,6 +107,7 @@ def declined(state: State, event: Heard, said: Decline, now: float) -> Iterator[
     if member is None or round_ is None or said.incarnation not in round_.called:
         return
     round_.called.discard(said.incarnation)
+    round_.declined.add(said.incarnation)
     details = {"round": said.round, "fragment": said.fragment}
     yield Note(
         f"{member.name} declined round {said.round}: {said.reason}",

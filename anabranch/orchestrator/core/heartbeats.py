@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anabranch.orchestrator.core import membership, outcomes, ranges, timelines
+from anabranch.orchestrator.core import membership, opening, outcomes, policies, ranges, timelines
 from anabranch.orchestrator.core.grace import average
 from anabranch.orchestrator.core.instructions import Instruction, Note
 from anabranch.orchestrator.core.ledger import imbalance
@@ -27,13 +27,21 @@ def progressed(state: State, sender: str, said: Progress, now: float) -> Iterato
         state.changed.add(member.incarnation)
         why = f"{member.name} is back: its heartbeat resumed before its books were closed"
         yield Note(why, "back", membership.who(member))
+    could = _able(member, state, now)
     _take_steps(state, member, said, before, now)
     if not state.born:
         yield from _look_for_a_lost_run(state, member, said)
     if fits:
         yield from _take_figures(state, member, said)
+        if _able(member, state, now) != could:
+            yield from opening.became_able(state, member, now)
     if said.heldout_loss is not None and not member.is_worker:
         _take_heldout(state, said.heldout_loss, said.measured_tokens)
+
+
+def _able(member: Member, state: State, now: float) -> tuple[bool, list[int], list[bool]]:
+    """What a round asks of a member; whatever changes of it may let one open."""
+    return policies.advances(member, state, now), member.adopted, [tokens > 0 for tokens in member.held]
 
 
 def _fits(state: State, said: Progress) -> bool:

@@ -6,6 +6,7 @@ line all ask it.
 
 from __future__ import annotations
 
+from anabranch.orchestrator.core.grace import deadline_s
 from anabranch.orchestrator.core.state import Fragment, Member, Round, State
 
 EXPIRY_HEARTBEATS = 2.5  # a sweep every half heartbeat then finds it within 3
@@ -57,15 +58,39 @@ def longest_step_s(state: State, now: float) -> float:
 
 def callable_for(fragment: Fragment, state: State, now: float) -> list[Member]:
     """Workers whose condition allows it, that have adopted the base and hold tokens."""
-    index, longest_s = fragment.index, longest_step_s(state, now)
+    longest_s = longest_step_s(state, now)
     return [
-        m
-        for m in state.members.values()
-        if m.is_worker
-        and m.adopted[index] == fragment.version
-        and m.held[index] > 0
-        and condition(m, state, now, longest_s) in CALLABLE
+        m for m in state.members.values() if holds(m, fragment) and condition(m, state, now, longest_s) in CALLABLE
     ]
+
+
+def able_for(fragment: Fragment, state: State, now: float) -> set[int]:
+    """Incarnations that have answered for its version, or can."""
+    return fragment.in_hand.keys() | {m.incarnation for m in callable_for(fragment, state, now)}
+
+
+def holds(member: Member, fragment: Fragment) -> bool:
+    """Whether it could send something for a round on this fragment's version."""
+    index = fragment.index
+    return member.is_worker and member.adopted[index] == fragment.version and member.held[index] > 0
+
+
+def wanted(state: State, now: float) -> int:
+    """How many have to be able to answer for a round to open: K, or everybody who advances. Whoever then still
+    cannot when a round would have run into its deadline is not waited for any more."""
+    rounds = state.spec.rounds
+    if rounds.quorum != "all":
+        return rounds.quorum
+    patience_s = deadline_s(
+        state.averages,
+        interval_steps=rounds.interval_steps,
+        intervals=rounds.deadline_intervals,
+        minimum_s=rounds.deadline_min_s,
+    )
+    if state.due_at is not None and now - state.due_at >= patience_s:
+        return 1
+    longest_s = longest_step_s(state, now)
+    return sum(m.is_worker and condition(m, state, now, longest_s) == "live" for m in state.members.values())
 
 
 def quorum_of(round_: Round, state: State) -> int:

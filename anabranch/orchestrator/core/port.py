@@ -207,6 +207,7 @@ class Core:
             yield from closing.deadline_over(state, event.round, now)
         else:
             yield from membership.expire(state, now)
+            yield from opening.call_able(state, state.members.values(), now)
             yield from closing.review_all(state, now)
             yield from membership.close_finished(state)
             yield from ranges.serve_waiting(state)

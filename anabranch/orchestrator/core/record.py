@@ -36,6 +36,7 @@ STATE_NOT_STORED = {
     "init_given": "said by `Started`",
     "init_reading": "it reads the offer again",
     "orphaned": "any heartbeat says so again",
+    "due_at": "it is due again at once",
     "full": "it looks itself",
     "draining": "it has only just come",
     "changed": "everything is stored at its start",

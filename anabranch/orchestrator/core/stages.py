@@ -38,3 +38,6 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     "merged": {},
     "abandoned": {},
 }
+
+#: Nothing enters a round any more.
+OVER: frozenset[Stage] = frozenset({"merging", "merged", "abandoned"})

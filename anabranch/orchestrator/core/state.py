@@ -187,6 +187,7 @@ class Round:
     opened_at: float
     deadline_s: float
     called: set[int]
+    declined: set[int] = field(default_factory=set)
     stage: Stage = "collecting"
     quorum_at: float | None = None  # when the quorum was first there
     grace_s: float | None = None
@@ -245,6 +246,7 @@ class State:
     rounds: dict[int, Round] = field(default_factory=dict)
     averages: Averages = field(default_factory=Averages)
     interval_at: float = 0.0  # when the current interval began
+    due_at: float | None = None  # since when a round is due that cannot open yet
     next_round: int = 1
     next_incarnation: int = 1
     next_fragment: int = 0  # where the cycle over fragments stands

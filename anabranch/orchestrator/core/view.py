@@ -14,6 +14,7 @@ from anabranch.queue.messages import Progress
 
 _PHASES = {"overtime": "grace", "short": "collecting"}  # of a round, in fewer words
 
+SAID_AFTER_S = 3.0  # what is waited for is said after this long
 LEDGER = ("processed", "applied", "rejected", "discarded", "lost", "pending")
 CLOSED = ("all arrived", "grace expired", "abandoned")
 
@@ -70,7 +71,19 @@ def phase(state: State, now: float) -> str:
     quorum = state.spec.rounds.quorum
     if quorum != "all" and advancing < quorum:  # no round can succeed, whether one is open at this moment or not
         return f"quorum {advancing}/{quorum}"
+    if state.due_at is not None and now - state.due_at > SAID_AFTER_S:
+        return _waits_to_open(state, now)
     return "training"
+
+
+def _waits_to_open(state: State, now: float) -> str:
+    """Why a round that is due does not open."""
+    longest_s, wanted = policies.longest_step_s(state, now), policies.wanted(state, now)
+    able = max(len(policies.able_for(fragment, state, now)) for fragment in state.fragments)
+    workers = [m for m in state.members.values() if m.live and m.is_worker]
+    why = {m.name: policies.condition(m, state, now, longest_s) for m in workers}
+    others = ", ".join(f"{name}: {condition}" for name, condition in sorted(why.items()) if condition != "live")
+    return f"quorum {able}/{wanted}" + (f" ({others})" if others else ": the others have yet to adopt")
 
 
 def quorum_line(state: State, round_: Round) -> str | None:

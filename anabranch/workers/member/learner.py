@@ -92,6 +92,7 @@ class Learner:
         self._digests: dict[int, bytes] = {}
         self._copies: dict[int, _Copy] = {}
         self._sent: dict[int, dict[int, memoryview]] = {}  # by fragment and tokens, on its base: for `keeps` only
+        self._newest_round = 0
         self._heard_at: float | None = None
         self._spacing_s: float | None = None  # between two calls, to whomever
         self._next_fragment = 0
@@ -124,6 +125,9 @@ class Learner:
         """Any call, also one for others: where the cycle over fragments stands and how fast it turns."""
         now = self._clock()
         with self._lock:
+            if call.round <= self._newest_round:
+                return  # it calls us, too, once we can answer
+            self._newest_round = call.round
             if self._heard_at is not None:
                 spacing = now - self._heard_at
                 old = self._spacing_s
