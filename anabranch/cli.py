@@ -77,6 +77,7 @@ Lora = Annotated[
 ]
 JournalMb = Annotated[int, typer.Option("--journal-mb", help="what the journal in --dir may grow to; 0: none", min=0)]
 DrainS = Annotated[float, typer.Option("--drain-s", help="seconds to finish what is in flight at SIGTERM", min=0.0)]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="until it is done, and say what came of it")]
 Directory = Annotated[Path, typer.Option("--dir", help="run directory (mode 0700)")]
 
 
@@ -315,8 +316,8 @@ def status(url: Url, as_json: AsJson = False) -> None:
 
 def _operator(action: str, help_: str) -> None:
     @app.command(action, help=help_)
-    def send(url: Url) -> None:
-        _command(url, action)
+    def send(url: Url, wait: Wait = True) -> None:
+        _command(url, action, wait=wait)
 
 
 _operator("stop", "End the run: a last checkpoint, then every member leaves.")
@@ -341,18 +342,20 @@ def restore(
 
 @app.command(name="set")
 def set_(
-    url: Url, setting: Annotated[str, typer.Argument(help="for example rounds.quorum=2", metavar="KEY=VALUE")]
+    url: Url,
+    setting: Annotated[str, typer.Argument(help="for example rounds.quorum=2", metavar="KEY=VALUE")],
+    wait: Wait = True,
 ) -> None:
     """Change a setting while the run goes on (quorum, grace, inner_steps)."""
     from anabranch.settings import parse_value
-    from anabranch.spec import RunSpec
+    from anabranch.spec import check_mutable
 
     key, separator, text = setting.partition("=")
     if not separator:
         raise UsageError(f"{setting!r}: expected section.key=value, for example rounds.quorum=2")
     value = parse_value(text)
-    RunSpec().changed(key, value)
-    _command(url, "set", key=key, value=value)
+    check_mutable(key, value)
+    _command(url, "set", wait=wait, key=key, value=value)
 
 
 @app.command()
@@ -445,12 +448,15 @@ def _ending(drain_s: float) -> Any:
     return ending
 
 
-def _command(url: str, action: str, **details: Any) -> None:
-    from anabranch.operate import command
+def _command(url: str, action: str, *, wait: bool, **details: Any) -> None:
+    from anabranch.operate import command, obeyed
 
     parsed = RunUrl.parse(url)
-    run_async(command(parsed, action, **details))
-    typer.echo(f"{action}: sent to run {parsed.run}")
+    if wait:
+        run_async(obeyed(parsed, action, typer.echo, **details))
+    else:
+        run_async(command(parsed, action, **details))
+        typer.echo(f"{action}: sent to run {parsed.run}")
 
 
 async def _first_of(ending: asyncio.Event, stopped: asyncio.Event, *works: asyncio.Future[Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
 
@@ -159,9 +160,7 @@ class RunSpec(_Section):
 
     def changed(self, key: str, value: object) -> RunSpec:
         """A copy with one mutable setting changed; `SpecError` for any other key or a bad value."""
-        if key not in MUTABLE:
-            msg = f"{key} = {value!r}: cannot change while the run goes on; allowed: {', '.join(sorted(MUTABLE))}"
-            raise SpecError(msg)
+        check_mutable(key, value)
         data = self.model_dump()
         section, field = key.split(".")
         data[section][field] = value
@@ -179,6 +178,20 @@ class RunSpec(_Section):
     def to_toml(self) -> str:
         """What is in force, as `run.toml` would say it (`--print-config`)."""
         return "\n".join(_toml_lines(self.model_dump(mode="json"))) + "\n"
+
+
+def check_mutable(key: str, value: object) -> None:
+    """`SpecError` if `anabranch set` cannot change this in any run."""
+    if key in MUTABLE:
+        return
+    node: Any = RunSpec().model_dump()
+    for part in key.split("."):
+        node = node.get(part, key) if isinstance(node, dict) else key
+    near = get_close_matches(key, MUTABLE, 1)
+    if node == key and near:
+        raise SpecError(f"{key} = {value!r}: unknown key; did you mean {near[0]}?")
+    why = "unknown key" if node == key else "cannot change while the run goes on"
+    raise SpecError(f"{key} = {value!r}: {why}; allowed: {', '.join(sorted(MUTABLE))}")
 
 
 def parse_spec(data: Mapping[str, Any]) -> RunSpec:

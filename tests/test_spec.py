@@ -207,11 +207,23 @@ def test_what_may_change_is_changed_in_a_copy() -> None:
     assert spec == RunSpec()
 
 
-@pytest.mark.parametrize("key", ["rounds.fragments", "merge.outer_lr", "name", "nonsense", "rounds"])
+@pytest.mark.parametrize("key", ["rounds.fragments", "merge.outer_lr", "name", "rounds"])
 def test_nothing_else_changes(key: str) -> None:
     with pytest.raises(
         SpecError, match=r"cannot change while the run goes on; allowed: data\.epochs, rounds\.grace_cap_s"
     ):
+        RunSpec().changed(key, 1)
+
+
+@pytest.mark.parametrize("key", ["rounds.qorum", "round.quorum", "quorum"])
+def test_a_misspelt_key_is_unknown_and_the_near_one_is_named(key: str) -> None:
+    with pytest.raises(SpecError, match=rf"{key} = 1: unknown key; did you mean rounds\.quorum\?"):
+        RunSpec().changed(key, 1)
+
+
+@pytest.mark.parametrize("key", ["nonsense", "nonsense.x", "rounds.", "", "rounds.quorum.x.y"])
+def test_an_unknown_key_is_said_to_be_so(key: str) -> None:
+    with pytest.raises(SpecError, match=r"unknown key; (allowed: data\.epochs|did you mean)"):
         RunSpec().changed(key, 1)
 
 

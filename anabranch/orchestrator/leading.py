@@ -119,7 +119,7 @@ class Leading:
         core.step(Started(context.fresh, init_given=context.init is not None), self._clock.now)
         await self._carry_out(everything=True, begun=opening)
         if core.state.stopped:  # while we stood by: whoever stopped the run meant us, too
-            context.stopped.set()
+            self._saving.begin(last=True)
         if context.init is not None and not core.state.born:
             self._working.birth_from_file(context.init)
         stored_at = self._clock.now
@@ -207,10 +207,10 @@ class Leading:
                     self._listening.inboxes.forget(name)
                 case do.Tell(message=messages.Welcome(name=name)):
                     self._listening.inboxes.follow(name, self._members())
-                case do.Checkpoint():
-                    self._saving.begin()
-                case do.Tell(message=messages.Stop()):
-                    self._saving.begin(self._context.stopped)
+                case do.Checkpoint(command=command, last=last):
+                    self._saving.begin(command, last=last)
+                case do.Ended():
+                    self._context.stopped.set()
 
     async def _store(self, transaction: Transaction, *, names_versions: bool) -> Written:
         """Write until it is stored. Payloads that ran out during an outage are uploaded once more.

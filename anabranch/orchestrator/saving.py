@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from anabranch.errors import CheckpointError
 from anabranch.orchestrator.checkpoint import Snapshot
 from anabranch.orchestrator.context import Context
-from anabranch.orchestrator.core.events import Event, Troubled
+from anabranch.orchestrator.core.events import Event, Saved
 
-log = logging.getLogger("anabranch.synchronizer")
+NO_PLACE = "this synchronizer has no place for one; give it --dir or --checkpoints"
 
 
 class Saving:
@@ -26,10 +25,9 @@ class Saving:
         self._snapshot = snapshot
         self._running: set[asyncio.Task[None]] = set()
 
-    def begin(self, then: asyncio.Event | None = None) -> None:
-        """A checkpoint of this moment, if there is a model and a place for it; then set `then`."""
-        snapshot = self._snapshot() if self._context.checkpoints is not None else None
-        task = self._context.spawn(self._save(snapshot, then), "checkpoint")
+    def begin(self, command: str = "", *, last: bool = False) -> None:
+        """A checkpoint of this moment, if there is a model and a place for it; the core hears of it as `Saved`."""
+        task = self._context.spawn(self._save(self._snapshot(), command, last), "checkpoint")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -48,12 +46,15 @@ class Saving:
             await asyncio.sleep(every_s)
             self.begin()
 
-    async def _save(self, snapshot: Snapshot | None, then: asyncio.Event | None) -> None:
-        checkpoints = self._context.checkpoints
-        if snapshot is not None and checkpoints is not None:
+    async def _save(self, snapshot: Snapshot | None, command: str, last: bool) -> None:
+        checkpoints, where = self._context.checkpoints, ""
+        reason = "there is no model yet" if snapshot is None else NO_PLACE
+        if checkpoints is None or snapshot is None:
+            if not command and not last:
+                return  # nobody asked
+        else:
             try:
-                log.info("%-10s %s", "checkpoint", await checkpoints.write(snapshot))
+                where = str(await checkpoints.write(snapshot))
             except (OSError, CheckpointError) as error:  # a full disk or an unreachable store must not stop training
-                self._events.put_nowait(Troubled(f"no checkpoint was written: {error}"))
-        if then is not None:
-            then.set()
+                reason = str(error)
+        self._events.put_nowait(Saved(where, reason, command, last))

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 async def send_command(
     redis: Redis, keys: Keys, action: str, *, key: str = "", value: Any = None, by: str = ""
-) -> None:
-    """Put an operator's command on the control stream."""
+) -> str:
+    """Put an operator's command on the control stream; its id, which events on the tape carry that follow from it."""
+    identity = secrets.token_hex(8)
     command = messages.Command.model_validate(
-        {"id": secrets.token_hex(8), "action": action, "key": key, "value": value, "by": by}
+        {"id": identity, "action": action, "key": key, "value": value, "by": by}
     )
     await redis.xadd(keys.control, {"m": messages.encode(command, keys.run)})
+    return identity

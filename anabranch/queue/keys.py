@@ -38,6 +38,14 @@ PREFIX = "anabranch:"
 SYNCHRONIZER = "_"  # owner of the synchronizer's blobs; no worker's name may start with it
 
 
+SPECS = PREFIX + "{*/0}:spec"  # every run's definition, as a pattern
+
+
+def run_of(key: str) -> str:
+    """The run whose key it is."""
+    return key.removeprefix(PREFIX + "{").rpartition("/")[0]
+
+
 @dataclass(frozen=True)
 class Keys:
     """Key names of one run. S = 1 for now, so every fragment lives on shard 0."""

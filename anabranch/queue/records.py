@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from anabranch._version import VERSION
 from anabranch.errors import MalformedMessage, SchemaMismatch
 from anabranch.merge.fragments import Layout
-from anabranch.queue.keys import BROADCAST_FIELD, HEAD_FIELD, Keys, fragment_field, own_field
+from anabranch.queue.keys import BROADCAST_FIELD, HEAD_FIELD, SPECS, Keys, fragment_field, own_field, run_of
 from anabranch.queue.messages import (
     OLDEST_SCHEMA,
     SCHEMA,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 M = TypeVar("M", bound=Message)
+
+RUNS_NAMED = 12  # in an error
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,13 @@ async def read_tape(redis: Redis, keys: Keys, after: int, page: int = 1000) -> l
 async def read_run(redis: Redis, keys: Keys) -> RunRecord | None:
     data: Any = await redis.get(keys.spec)
     return RunRecord.unpack(data) if data is not None else None
+
+
+async def no_such_run(redis: Redis, run: str) -> str:
+    """In one sentence: it is not there, and which are."""
+    found = sorted({run_of(key.decode()) async for key in redis.scan_iter(SPECS, count=1000)})
+    there = f"there are: {', '.join(found[:RUNS_NAMED])}" if found else "there is none"
+    return f"no run {run!r} on this server; {there}"
 
 
 async def read_snapshot(

@@ -246,7 +246,8 @@ async def test_set_changes_what_may_change(run_url: str, run_name: str) -> None:
         assert "rounds.fragments = 4: cannot change while the run goes on" in fixed
         assert "rounds.quorum" in impossible
         assert run.state.spec.rounds.quorum == 2
-        assert run.tape("set")[0]["reason"] == "rounds.quorum = 2 (by test)"
+        reason = "rounds.quorum = 2 (by test); only 0 live workers: no round opens until there are 2"
+        assert run.tape("set")[0]["reason"] == reason
 
 
 async def test_stop_writes_a_last_checkpoint_and_tells_everybody(run_url: str, run_name: str, tmp_path: Path) -> None:

@@ -127,7 +127,6 @@ INSTRUCTIONS: list[do.Instruction] = [
     do.NewTimeline("", "1-x", 1000),
     do.CloseBooks("closed", 7, "a", 5, ((10, 0, 2), (0, 3, 0)), True),
     do.Note("", "refused", {"incarnation": 7}),
-    do.Checkpoint(""),
 ]
 
 

@@ -111,6 +111,17 @@ class TimerFired:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A checkpoint is written, at `where`; "": there is none, `reason` says why. `command`: the operator's who asked
+    for it; `last`: the run's, after a stop."""
+
+    where: str
+    reason: str = ""
+    command: str = ""
+    last: bool = False
+
+
+@dataclass(frozen=True)
 class Troubled:
     """The shell failed at something the run can go on without."""
 
@@ -140,6 +151,7 @@ Event = (
     | InitReady
     | InitFailed
     | TimerFired
+    | Saved
     | Troubled
     | MemorySeen
     | Draining

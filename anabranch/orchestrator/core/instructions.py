@@ -6,7 +6,7 @@ show.
 | at once: nobody sees it, and it comes back as an event | `SetTimer`, `Fetch`, `FetchInit`, `Drop`, `Merge` |
 | in the write that stores it | `Consume`, `Book`, `Commit`, `Birth`, `NewTimeline`, `CloseBooks`, `ForgetInbox` |
 | in that write, for members to read | `Tell` |
-| once it is stored | `Checkpoint` |
+| once it is stored | `Checkpoint`, `Ended` |
 """
 
 from __future__ import annotations
@@ -155,9 +155,15 @@ class ForgetInbox(Instruction):
 
 @dataclass(frozen=True)
 class Checkpoint(Instruction):
-    """Write a checkpoint of what is stored now."""
+    """Write a checkpoint of what is stored now; it comes back as `Saved`, with the same fields."""
 
-    kind: ClassVar[str] = "checkpoint"
+    command: str = ""
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Ended(Instruction):
+    """The run is stopped, and its last checkpoint is written or cannot be."""
 
 
 AT_ONCE = (SetTimer, Fetch, FetchInit, Drop, Merge)

@@ -42,6 +42,7 @@ from anabranch.orchestrator.core.events import (
     MemorySeen,
     Merged,
     Returned,
+    Saved,
     Started,
     TimerFired,
     Troubled,
@@ -141,6 +142,8 @@ class Core:
                 yield from birth.failed(state, event)
             case MemorySeen():
                 yield from membership.memory_seen(state, event.share, now)
+            case Saved():
+                yield from operators.saved(state, event)
             case Troubled():
                 state.count("troubles")
                 yield Note(event.reason, "trouble")

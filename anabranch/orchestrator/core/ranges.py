@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from anabranch.orchestrator.core import outcomes
+from anabranch.orchestrator.core import operators, outcomes
 from anabranch.orchestrator.core.events import Heard
 from anabranch.orchestrator.core.instructions import Consume, Instruction, Note, Tell
 from anabranch.orchestrator.core.state import DataQueue, LeasedRange, Member, State
-from anabranch.queue.messages import Farewell, Held, Lease, Leases, RangeRequest, Stop
+from anabranch.queue.messages import Farewell, Held, Lease, Leases, RangeRequest
 from anabranch.shuffle import Indices, range_order
 
 RANGES_WANTED = 512  # per epoch, unless `data.range_items` says how long one is
@@ -182,9 +182,7 @@ def _done(state: State, data: DataQueue, epoch: int) -> Iterator[Instruction]:
     yield Note(f"epoch {epoch + 1} is done: {data.items:,} items", "epoch", {"epoch": epoch})
     epochs = state.spec.data.epochs
     if epochs is not None and data.epoch >= epochs and not data.left and not state.stopped:
-        state.stopped = True
-        reason = f"stopped: {epochs} of {epochs} epochs are done"
-        yield Tell(reason, Stop(reason=reason), "announced", {"what": "stop"})
+        yield from operators.stop(state, f"stopped: {epochs} of {epochs} epochs are done")
 
 
 def _name(lease: LeasedRange) -> str:
