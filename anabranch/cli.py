@@ -45,6 +45,10 @@ Overrides = Annotated[
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the settings in force as TOML and exit")]
 PagePort = Annotated[int, typer.Option(help="port of the status page; 0 picks a free one", min=0, max=65535)]
 PageHost = Annotated[str, typer.Option(help="address of the status page")]
+PageNames = Annotated[
+    list[str] | None,
+    typer.Option("--page-name", help="host name a proxy gives the page; may be repeated", metavar="HOST"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 Name = Annotated[str | None, typer.Option(help="this member's name in the run; made up by default")]
 Label = Annotated[str, typer.Option(help="free text for the status page")]
@@ -98,8 +102,8 @@ def _options(
 
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(name)-22s %(message)s",
-        datefmt="%H:%M:%S",
+        format="%(asctime)s %(levelname)-7s %(name)s %(message)s" if verbose else "%(asctime)s %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
         stream=sys.stderr,
     )
     arm_from_environment()
@@ -136,8 +140,8 @@ def demo(
     print_summary(console, summary, str(where))
     if as_json:
         typer.echo(json.dumps(summary))
-    if ending.is_set():
-        raise typer.Exit(130)
+    if ending.is_set() or summary["ended"]:
+        raise typer.Exit(130 if ending.is_set() else 1)
 
 
 @app.command()
@@ -154,6 +158,7 @@ def up(
     ] = None,
     page_host: PageHost = "127.0.0.1",
     page_port: PagePort = 0,
+    page_names: PageNames = None,
     init: Init = None,
     checkpoints: Checkpoints = None,
     drain_s: DrainS = 10.0,
@@ -163,9 +168,11 @@ def up(
     """Start (or continue) a run here: embedded server, synchronizer and status page."""
     settings = _settings(spec, overrides, name, print_config)
     from anabranch.orchestrator.web.app import PageOptions
-    from anabranch.up import LeadOptions, bring_up, members_left, reachable_url
+    from anabranch.up import LeadOptions, bring_up, members_left
 
-    options = LeadOptions(PageOptions(page_host, page_port), init, checkpoints, drain_s, journal_mb)
+    options = LeadOptions(
+        PageOptions(page_host, page_port, names=tuple(page_names or ())), init, checkpoints, drain_s, journal_mb
+    )
     fresh = spec is not None or bool(overrides)
 
     async def run() -> None:
@@ -174,7 +181,7 @@ def up(
             stored = (directory / "data").exists() and not fresh
             async with bring_up(directory, None if stored else settings, name, options, host, port) as running:
                 typer.echo(f"run directory: {directory}\nstatus page:   {running.page}")
-                typer.echo(f"join with:     ANABRANCH_URL='{reachable_url(running.url, host)}' anabranch worker")
+                typer.echo(f"join with:     {_join_line(directory)}")
                 dead = asyncio.create_task(running.server.wait_dead(), name="cli: watch the server")
                 try:
                     await _first_of(ending, running.synchronizer.stopped, running.task, dead)
@@ -190,6 +197,12 @@ def up(
     run_async(run())
 
 
+@app.command(name="url")
+def url_(directory: Directory = Path("runs/run")) -> None:
+    """How others join the run in a run directory: the line that `up` printed when it began."""
+    typer.echo(_join_line(directory))
+
+
 @app.command()
 def orchestrator(
     url: Url = "",
@@ -198,6 +211,7 @@ def orchestrator(
     directory: Annotated[Path | None, typer.Option("--dir", help="folder for tape, journal and checkpoints")] = None,
     page_host: PageHost = "127.0.0.1",
     page_port: PagePort = 8765,
+    page_names: PageNames = None,
     page: Annotated[bool, typer.Option(help="serve the status page")] = True,
     init: Init = None,
     checkpoints: Checkpoints = None,
@@ -211,7 +225,7 @@ def orchestrator(
     from anabranch.orchestrator.web.app import PageOptions
     from anabranch.up import LeadOptions, RunDirectory, lead
 
-    page_options = PageOptions(page_host, page_port) if page else None
+    page_options = PageOptions(page_host, page_port, names=tuple(page_names or ())) if page else None
     options = LeadOptions(page_options, init, checkpoints, drain_s, journal_mb)
 
     async def run() -> None:
@@ -437,6 +451,12 @@ def _task_options(model: Path | None, data: Path | None, lora: bool | None) -> d
     return {
         key: str(value) if isinstance(value, Path) else value for key, value in given.items() if value is not None
     }
+
+
+def _join_line(directory: Path) -> str:
+    from anabranch.up import stored_url
+
+    return f"ANABRANCH_URL='{stored_url(directory)}' anabranch worker"
 
 
 def _ending(drain_s: float) -> Any:

@@ -30,6 +30,7 @@ from anabranch.spec import RunSpec, parse_spec
 from anabranch.up import LeadOptions, Up, bring_up
 
 RUN = "demo"
+EVALUATOR = "evaluator"
 _NAMES = ("full", "half", "quarter", "eighth")
 _TICK_S = 0.25
 _START_S = 90.0  # to import torch and measure version 0 on a loaded machine
@@ -73,6 +74,7 @@ class DemoState:
     elapsed_s: float = 0.0
     total_s: float = 0.0
     picture: dict[str, Any] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)  # children that ended while they should not: exit status
 
 
 Show = Callable[[DemoState], None]
@@ -104,6 +106,7 @@ class Demo:
         self._show = show
         self._ending = ending
         self._children: list[Child] = []
+        self._stopping = False  # from now on children end by themselves
         self._page_answers = 0
         self._page_failures = 0
         self.state = DemoState(total_s=options.minutes * 60)
@@ -126,7 +129,7 @@ class Demo:
 
     async def _train(self, up: Up) -> float:
         """Measure version 0 before anything is merged, then train for the time asked. Returns the seconds."""
-        await command(up.url, "pause", by="demo")
+        await command(up.url, "pause", by="demo", begun=False)
         self._start_children(up)
         self.state.phase = "measuring version 0"
         await self._until(up, lambda p: bool(p.get("heldout")), _START_S, "no held-out loss of version 0")
@@ -146,6 +149,7 @@ class Demo:
             with suppress(AnabranchError):
                 await self._until(up, _settled, _SETTLE_S, "the last rounds did not settle")
         self.state.phase = "stopping"
+        self._stopping = True
         await command(up.url, "stop", by="demo")
         async with asyncio.timeout(_SETTLE_S):
             await up.synchronizer.stopped.wait()
@@ -170,18 +174,30 @@ class Demo:
                 return
             if time.monotonic() > deadline:
                 raise AnabranchError(f"{otherwise} within {timeout_s:.0f} s; see the logs in {self._logs}")
-            dead = next((c for c in self._children if c.process.poll() not in (None, 0)), None)
-            if needs_children and dead is not None and not self.state.picture.get("heldout"):
-                raise AnabranchError(f"{dead.name} ended with status {dead.process.poll()}:\n{_tail(dead.log)}")
 
     async def _tick(self, up: Up) -> dict[str, Any]:
         await asyncio.sleep(_TICK_S)
         if up.task.done():
             up.task.result()
             raise AnabranchError("the synchronizer ended by itself")
+        self._look_after_children()
         self.state.picture = picture(up.synchronizer)
         self._show(self.state)
         return self.state.picture
+
+    def _look_after_children(self) -> None:
+        """While all should be at work: one that has ended is said, and without any worker there is no demo."""
+        for child in self._children:
+            status = child.process.poll()
+            if status is not None and child.name not in self.state.ended and not self._stopping:
+                self.state.ended[child.name] = status
+                self._show(self.state)
+        at_work = [child for child in self._children if child.name not in self.state.ended]
+        if self._children and all(child.name == EVALUATOR for child in at_work):
+            name, status = next(iter(self.state.ended.items()))
+            child = next(child for child in self._children if child.name == name)
+            ended = describe_ended(self.state.ended)
+            raise AnabranchError(f"no worker is left: {ended}; the log of {name} ends with\n{_tail(child.log)}")
 
     async def _watch_page(self, address: str) -> None:
         """The page has to answer while the run goes on."""
@@ -203,7 +219,7 @@ class Demo:
 
     def _start_children(self, up: Up) -> None:
         self._logs.mkdir(mode=0o700, exist_ok=True)
-        self._start_child(up, "evaluator", ["evaluator", "--name", "evaluator"])
+        self._start_child(up, EVALUATOR, ["evaluator", "--name", EVALUATOR])
         for index in range(self._options.workers):
             name, duty = worker_name(index), duty_of(index)
             self._start_child(
@@ -255,9 +271,14 @@ class Demo:
             "rounds": rounds,
             "refused": refused,
             "page": {"address": up.page, "answers": self._page_answers, "failures": self._page_failures},
+            "ended": self.state.ended,
             "ledger_mismatches": refused.get("ledger mismatches", 0),
             "workers": [whole_tokens(row) for row in shown.get("ledger", [])],
         }
+
+
+def describe_ended(ended: dict[str, int]) -> str:
+    return ", ".join(f"{name} ended with status {status}" for name, status in ended.items())
 
 
 def whole_tokens(row: dict[str, Any]) -> dict[str, Any]:

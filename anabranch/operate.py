@@ -25,10 +25,16 @@ SAY_EVERY_S = 3.0  # what is waited for
 LOOK_MS = 200
 
 
-async def command(url: RunUrl, action: str, *, key: str = "", value: Any = None, by: str = "command line") -> None:
-    """Send one command; the leader obeys it when it reads it. `UsageError` if there is no such run."""
+async def command(
+    url: RunUrl, action: str, *, key: str = "", value: Any = None, by: str = "command line", begun: bool = True
+) -> None:
+    """Send one command; the leader obeys it when it reads it. `UsageError` if there is no such run; `begun` False:
+    there will be, at once."""
     async with _operator(url) as redis:
-        await _send(redis, url, action, key, value, by)
+        if begun:
+            await _send(redis, url, action, key, value, by)
+        else:
+            await send_command(redis, Keys(url.run), action, key=key, value=value, by=by)
 
 
 async def obeyed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,10 @@ from anabranch.orchestrator.core.view import LEDGER
 if TYPE_CHECKING:
     from anabranch.demo import DemoState
 
+log = logging.getLogger("anabranch.run")
+
 LINE_EVERY_S = 10.0  # without a terminal: one line of progress
+SUMMARY_EVERY_S = 15.0
 
 
 def quantity(value: float | None) -> str:
@@ -33,6 +38,33 @@ def quantity(value: float | None) -> str:
 
 def loss_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def summary_line(shown: dict[str, Any]) -> str:
+    """How a run stands, in one line."""
+    if "members" not in shown:
+        return str(shown["phase"])
+    heldout, rounds = shown["heldout"], shown["rounds"]
+    parts = [
+        f"held-out loss {heldout[-1][1]:.3f}" if heldout else "",
+        f"{quantity(shown['tokens'])} tokens merged",
+        f"{rounds['all arrived'] + rounds['grace expired']} rounds",
+        f"{rounds['abandoned']} abandoned" if rounds["abandoned"] else "",
+        f"{shown['live']} live worker{'s' * (shown['live'] != 1)}",
+    ]
+    return f"{shown['phase']}: " + ", ".join(part for part in parts if part)
+
+
+async def report(picture: Callable[[], dict[str, Any]]) -> None:
+    """A line in the log for whatever phase a run comes to be in, and now and then for how it stands."""
+    phase, said_at, said = "", 0.0, ""
+    while True:
+        shown, now = picture(), time.monotonic()
+        line = summary_line(shown)
+        if shown["phase"] != phase or (line != said and now - said_at >= SUMMARY_EVERY_S):
+            phase, said_at, said = shown["phase"], now, line
+            log.info("· %s", line)
+        await asyncio.sleep(1.0)
 
 
 def members_table(members: list[dict[str, Any]]) -> Table:
@@ -72,7 +104,7 @@ class DemoDisplay:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._line_at = 0.0
-        self._phase = ""
+        self._phase: tuple[str, int] | None = None
 
     def __enter__(self) -> Callable[[DemoState], None]:
         if self._live is not None:
@@ -88,20 +120,22 @@ class DemoDisplay:
             self._live.update(self._panel(state), refresh=True)
             return
         now = time.monotonic()
-        if state.phase != self._phase or now - self._line_at >= LINE_EVERY_S:
+        phase = (state.phase, len(state.ended))
+        if phase != self._phase or now - self._line_at >= LINE_EVERY_S:
             if not self._phase:
                 self._console.print(f"status page: {state.page}", soft_wrap=True)
-            self._phase, self._line_at = state.phase, now
+            self._phase, self._line_at = phase, now
             self._console.print(self._line(state), soft_wrap=True, highlight=False)
 
     def _line(self, state: DemoState) -> str:
         shown = state.picture
         rounds = sum(shown.get("rounds", {}).values())
         heldout = shown.get("heldout") or [[0, None]]
+        ended = "".join(f"  {name} has ended (status {status})" for name, status in state.ended.items())
         return (
             f"{state.elapsed_s:5.0f} s  {state.phase:<26} held-out loss {loss_text(heldout[-1][1])}  "
             f"tokens {quantity(shown.get('tokens', 0))}  rounds {rounds}  "
-            f"live {shown.get('live', 0)}  participating {shown.get('participating', 0)}"
+            f"live {shown.get('live', 0)}  participating {shown.get('participating', 0)}{ended}"
         )
 
     def _panel(self, state: DemoState) -> Panel:
@@ -129,6 +163,10 @@ def print_summary(console: Console, summary: dict[str, Any], directory: str) -> 
     console.print(f"payload sent by workers: {quantity(summary['bytes_sent'])}B")
     console.print(f"status page: answered {page['answers']} times, failed {page['failures']}")
     console.print(f"checkpoint: {summary['checkpoint']}", soft_wrap=True)
+    for name, status in summary["ended"].items():
+        console.print(
+            f"[bold red]{name} ended with status {status} before the demo did[/]; its log: {directory}/logs"
+        )
     console.print(f"\nread what it learned:  anabranch sample {directory}", soft_wrap=True, highlight=False)
 
 

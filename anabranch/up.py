@@ -1,7 +1,8 @@
 """`anabranch up`: a run directory, an embedded server, the synchronizer and its page, as one.
 
 The directory (mode 0700) holds `data/` (the server's append-only file), `checkpoints/`, `tape.jsonl`, `journal/`,
-`token` (for the page's control API), `password` and `port` (so that a repeated `up` goes on under the same address).
+`token` (for the page's control API), `password`, `port` and `page-port` (so that a repeated `up` goes on under the
+same address), `url` (what others join with).
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from anabranch.errors import UsageError
+from anabranch.loops import end_tasks
 from anabranch.orchestrator.journal import DEFAULT_MB
 from anabranch.orchestrator.synchronizer import Synchronizer
-from anabranch.orchestrator.web.app import PageOptions, serve_page
+from anabranch.orchestrator.web.app import PageOptions, picture, serve_page
 from anabranch.queue.embedded import EmbeddedServer, ServerOptions
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
+from anabranch.terminal import report
 
 LOOPBACK = "127.0.0.1"
 LEAVE_S = 15.0  # for members to hear that the run has stopped, and to leave
@@ -61,12 +66,15 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.chmod(0o700)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise self._unusable(error) from None
         self._lock: int | None = None
 
     def lock(self) -> None:
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = self._open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -90,14 +98,25 @@ class RunDirectory:
             self.write(name, make())
         return path.read_text(encoding="ascii").strip()
 
+    def _unusable(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"--dir {self.path}: {error.strerror or error}; choose a folder that can be made, and written to"
+        )
+
+    def _open(self, name: str, flags: int) -> int:
+        try:
+            return os.open(self.path / name, flags, 0o600)
+        except OSError as error:
+            raise self._unusable(error) from None
+
     def write(self, name: str, text: str) -> None:
-        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(text + "\n")
 
-    def stored_port(self) -> int | None:
-        """The port of the last `up`, if nobody else listens there now."""
-        path = self.path / "port"
+    def stored_port(self, name: str = "port") -> int | None:
+        """A port of the last `up` (`port`: the server's, `page-port`), if nobody else listens there now."""
+        path = self.path / name
         text = path.read_text(encoding="ascii").strip() if path.exists() else ""
         if not text.isdecimal():
             return None
@@ -129,6 +148,7 @@ async def bring_up(
         async with EmbeddedServer(place) as server:
             directory.write("port", str(server.port))
             url = RunUrl.parse(f"{server.url}?run={run}")
+            directory.write("url", reachable_url(url, host))
             async with lead(url, spec, directory, options) as led:
                 yield Up(**vars(led), server=server)
     finally:
@@ -153,10 +173,15 @@ async def lead(
         async with AsyncExitStack() as stack:
             address = ""
             if options.page is not None:
-                token = directory.secret("token") if directory is not None else None
-                address = await stack.enter_async_context(
-                    serve_page(synchronizer, replace(options.page, token=token))
-                )
+                page = options.page
+                if directory is not None:  # where it was the last time, unless said otherwise
+                    port = page.port or directory.stored_port("page-port") or 0
+                    page = replace(page, port=port, token=directory.secret("token"))
+                address = await stack.enter_async_context(serve_page(synchronizer, page))
+                if directory is not None:
+                    directory.write("page-port", str(urlsplit(address).port))
+            reporting = asyncio.create_task(report(partial(picture, synchronizer)), name="report")
+            stack.push_async_callback(end_tasks, reporting)
             yield Led(url, address, synchronizer, task)
     finally:
         synchronizer.end(options.drain_s)
@@ -166,13 +191,24 @@ async def lead(
 
 def reachable_url(url: RunUrl, host: str) -> str:
     """The URL another machine can use: with the machine's own address where the server listens on all."""
-    if host not in {"0.0.0.0", "::"}:
+    families = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
+    if host not in families:
         return str(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # a documentation address: only chooses a route, nothing is sent
-        address = probe.getsockname()[0]
-        return re.sub(r"@(127\.0\.0\.1|0\.0\.0\.0):", f"@{address}:", str(url))
+    for family, elsewhere in (families[host], families["0.0.0.0"]):  # `::` takes both
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # a documentation address: only chooses a route, nothing is sent
+            address = probe.getsockname()[0]
+            shown = f"[{address}]" if family == socket.AF_INET6 else address
+            return re.sub(r"@(127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):", f"@{shown}:", str(url))
     return str(url)
+
+
+def stored_url(directory: Path) -> str:
+    """What others join the run in this directory with, as `up` wrote it; `UsageError` if there was none."""
+    try:
+        return (directory / "url").read_text(encoding="ascii").strip()
+    except OSError:
+        raise UsageError(f"--dir {directory}: no run was ever brought up there (`anabranch up --dir`)") from None
 
 
 async def members_left(synchronizer: Synchronizer, within_s: float = LEAVE_S) -> None:

@@ -52,7 +52,8 @@ def test_without_a_word_it_explains_itself() -> None:
 
 def test_the_commands_are_those_we_know() -> None:
     known = (
-        "checkpoint demo evaluator export orchestrator pause replay restore resume sample set status stop up worker"
+        "checkpoint demo evaluator export orchestrator pause replay restore resume sample set status stop up url "
+        "worker"
     )
     assert known.split() == COMMANDS
 

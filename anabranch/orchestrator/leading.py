@@ -42,7 +42,7 @@ PART_S = 2.0  # for the last write of a term; without it the next leader begins 
 BATCH = 256  # events handled in one transaction
 
 _GLYPHS = {"merged": "✓", "abandoned": "!", "rejected": "✕", "refused": "✕", "gone": "✕", "ledger mismatch": "✕"}
-_QUIET = frozenset({"opened", "settled", "told closed", "leased"})
+_QUIET = frozenset({"opened", "called", "merged", "rejected", "settled", "told closed", "leased"})
 _LOUD = frozenset({"timeline", "server full", "orphaned"})
 
 

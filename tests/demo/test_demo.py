@@ -77,9 +77,11 @@ def test_a_short_demo_with_a_worker_killed_in_the_middle(tmp_path: Path) -> None
         wait_until_sync(lambda: demo.merges() >= 8, "rounds are merged", timeout_s=90)
         os.kill(int(demo.log("half").splitlines()[0]), signal.SIGKILL)
         output, errors = demo.process.communicate(timeout=100)
-        assert demo.process.returncode == 0, errors
+        assert demo.process.returncode == 1, errors
         assert not demo.family()
         summary: dict[str, Any] = json.loads(output.splitlines()[-1])
+    assert list(summary["ended"]) == ["half"]
+    assert "half ended with status" in errors
     assert summary["heldout_loss_start"] > 5.0
     assert summary["heldout_loss_end"] < 3.3
     assert summary["page"]["answers"] >= 1
@@ -108,6 +110,17 @@ def _sample(checkpoint: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"import ")
     assert len(done.stdout) >= 40
+
+
+def test_without_any_worker_left_it_ends_and_says_so(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "--minutes", "5", "--workers", "2") as demo:
+        wait_until_sync(lambda: all("joined run" in demo.log(name) for name in ("full", "half")), "both joined")
+        for name in ("full", "half"):
+            os.kill(int(demo.log(name).splitlines()[0]), signal.SIGKILL)
+        _, errors = demo.process.communicate(timeout=PATIENCE_S)
+        assert demo.process.returncode == 2, errors
+        assert "no worker is left: " in errors
+        assert "full ended with status" in errors
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,6 @@ async def test_a_taken_port_is_named(run_url: str, run_name: str) -> None:
     async with _starting(run_url, run_name) as (address, _):
         port = int(address.rsplit(":", 1)[1].rstrip("/"))
         synchronizer = Synchronizer(RunUrl.parse(run_url), make_spec(run_name))
-        with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}.*choose another --port"):
+        with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}.*choose another port for the page: --page-port"):
             async with serve_page(synchronizer, PageOptions(port=port)):
                 pass

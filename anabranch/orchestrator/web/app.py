@@ -60,11 +60,13 @@ STREAMS: web.AppKey[set[asyncio.Task[Any]]] = web.AppKey("streams")
 
 @dataclass(frozen=True)
 class PageOptions:
-    """Where the page listens. `port` 0 picks a free one; `token` allows control through the page's API."""
+    """Where the page listens. `port` 0 picks a free one; `token` allows control through the page's API; `names`:
+    hosts it answers to besides its own address and loopback, as behind a proxy."""
 
     host: str = "127.0.0.1"
     port: int = 0
     token: str | None = None
+    names: tuple[str, ...] = ()
 
 
 def picture(synchronizer: Synchronizer) -> dict[str, Any]:
@@ -119,7 +121,7 @@ async def serve_page(synchronizer: Synchronizer, options: PageOptions) -> AsyncI
         except OSError as error:
             raise ServerError(
                 f"the status page cannot listen on {options.host}:{options.port}: {error.strerror or error}; "
-                "choose another --port (0 picks a free one)"
+                "choose another port for the page: --page-port (in the demo --port); 0 picks a free one"
             ) from None
         host, port = runner.addresses[0][:2]
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -134,11 +136,12 @@ async def serve_page(synchronizer: Synchronizer, options: PageOptions) -> AsyncI
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     options = request.app[OPTIONS]
     name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
-    own = {options.host.lower(), f"[{options.host.lower()}]"}
+    own = {options.host.lower(), f"[{options.host.lower()}]", *(name.lower() for name in options.names)}
     wildcard = options.host in {"0.0.0.0", "::"}  # whoever binds everything has chosen to be reachable by any name
     try:
         if name.lower() not in _LOOPBACK | own and not wildcard:
-            raise web.HTTPForbidden(text=f"host {name!r} is not this page's; open it by its address\n")
+            reason = f"host {name!r} is not this page's: open it by its address, or start it with --page-name {name}"
+            raise web.HTTPForbidden(text=reason + "\n")
         response = await handler(request)
     except web.HTTPException as answer:
         answer.headers.update(_HEADERS)
