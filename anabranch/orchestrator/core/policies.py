@@ -6,7 +6,6 @@ line all ask it.
 
 from __future__ import annotations
 
-from anabranch.orchestrator.core.grace import deadline_s
 from anabranch.orchestrator.core.state import Fragment, Member, Round, State
 
 EXPIRY_HEARTBEATS = 2.5  # a sweep every half heartbeat then finds it within 3
@@ -81,13 +80,7 @@ def wanted(state: State, now: float) -> int:
     rounds = state.spec.rounds
     if rounds.quorum != "all":
         return rounds.quorum
-    patience_s = deadline_s(
-        state.averages,
-        interval_steps=rounds.interval_steps,
-        intervals=rounds.deadline_intervals,
-        minimum_s=rounds.deadline_min_s,
-    )
-    if state.due_at is not None and now - state.due_at >= patience_s:
+    if state.due_at is not None and now - state.due_at >= state.averages.deadline_s(rounds):
         return 1
     longest_s = longest_step_s(state, now)
     return sum(m.is_worker and condition(m, state, now, longest_s) == "live" for m in state.members.values())
