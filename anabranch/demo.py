@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from anabranch.orchestrator.core.view import LEDGER
 from anabranch.orchestrator.web.app import PageOptions, picture
 from anabranch.queue.embedded import watchdog_command
 from anabranch.spec import RunSpec, parse_spec
+from anabranch.terminal import DemoState
 from anabranch.up import LeadOptions, Up, bring_up
 
 RUN = "demo"
@@ -63,18 +64,6 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-
-@dataclass
-class DemoState:
-    """What the terminal shows."""
-
-    phase: str = "starting"
-    page: str = ""
-    elapsed_s: float = 0.0
-    total_s: float = 0.0
-    picture: dict[str, Any] = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)  # children that ended while they should not: exit status
 
 
 Show = Callable[[DemoState], None]

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,9 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.orchestrator.core.view import LEDGER
-
-if TYPE_CHECKING:
-    from anabranch.demo import DemoState
 
 log = logging.getLogger("anabranch.run")
 
@@ -95,6 +93,18 @@ def ledger_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(row["name"], *(f"{row.get(f'tokens_{name}', row.get(name, 0)):,.0f}" for name in LEDGER))
     return table
+
+
+@dataclass
+class DemoState:
+    """What the terminal shows."""
+
+    phase: str = "starting"
+    page: str = ""
+    elapsed_s: float = 0.0
+    total_s: float = 0.0
+    picture: dict[str, Any] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)  # children that ended while they should not: exit status
 
 
 class DemoDisplay:
