@@ -10,6 +10,7 @@ from anabranch.errors import UrlError
 from anabranch.spec import ID_PATTERN
 
 _FORM = "redis[s]://[user:password@]host[:port]/DB?run=NAME or unix:///path/to.sock?db=0&run=NAME"
+URL_VARIABLE = "ANABRANCH_URL"  # the run to join where nobody names one
 _OPTIONS = frozenset({"run", "db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
 
 
@@ -23,6 +24,8 @@ class RunUrl:
     @classmethod
     def parse(cls, text: str) -> RunUrl:
         """Parse `text`; `UrlError` says what is wrong with it (never repeating a password)."""
+        if not text:
+            raise UrlError(f"no run URL: give {_FORM}, or set {URL_VARIABLE}")
         try:
             parts = urlsplit(text)
         except ValueError as error:  # an unclosed [ of an IPv6 address

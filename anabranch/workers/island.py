@@ -113,7 +113,7 @@ class Island:
 
     def __init__(
         self,
-        url: str | RunUrl,
+        url: str | RunUrl | None,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -12,7 +14,7 @@ from anabranch.workers.trains import Trains
 
 
 def join(
-    url: str | RunUrl,
+    url: str | RunUrl | None,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -21,6 +23,7 @@ def join(
     duty: float = 1.0,
     offload_base: bool = False,
     warm_start: bool = False,
+    timeout_s: float = math.inf,
 ) -> Trains:
     """Join a run with a model of your own and adopt the global parameters.
 
@@ -31,6 +34,9 @@ def join(
     `duty`: share of the time spent training. `offload_base`: keep 4 bytes per parameter on the host, not the device.
     `warm_start`: if the run is under way, take over the optimizer state of a peer (of the same kind of optimizer)
     instead of warming up; waits at most 20 s for it.
+
+    `url` None: what the environment variable ANABRANCH_URL says. `timeout_s`: how long to wait for the run, for a
+    place in it and for its model, before `MemberRefused` says which of them did not come; meanwhile the log does.
 
     Where torch.distributed is initialised with several processes (torchrun), these are one worker: every rank calls
     this, and then the session's methods, together. See `anabranch.workers.island`.
@@ -51,4 +57,5 @@ def join(
         duty=duty,
         offload_base=offload_base,
         warm_start=warm_start,
+        timeout_s=timeout_s,
     ).start()

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +30,7 @@ from anabranch.errors import LayoutMismatch, MemberRefused, StateUnusable, Usage
 from anabranch.loops import run_async
 from anabranch.model import layout_for
 from anabranch.queue.records import RunRecord
-from anabranch.queue.url import RunUrl
+from anabranch.queue.url import URL_VARIABLE, RunUrl
 from anabranch.workers.member.client import LEAVE_S, Client
 from anabranch.workers.member.feed import Feed
 from anabranch.workers.member.identity import Identity, default_name
@@ -68,7 +70,7 @@ class Session:
 
     def __init__(
         self,
-        url: str | RunUrl,
+        url: str | RunUrl | None,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
@@ -79,18 +81,20 @@ class Session:
         duty: float = 1.0,
         offload_base: bool = False,
         warm_start: bool = False,
+        timeout_s: float = math.inf,
         companion: Companion | None = None,
     ) -> None:
         """Prepare; `start` joins. Options are those of `anabranch.join`; `warm_start` needs `optimizer`. `companion`:
         told what happens at step boundaries, in the training thread."""
         if warm_start and optimizer is None:
             raise UsageError("warm_start=True: the session has to be given the optimizer")
+        self._timeout_s = timeout_s
         self._offload_base = offload_base
         self._model = model
         self.optimizer = optimizer
         self._wake = threading.Event()
         self._client = Client(
-            url if isinstance(url, RunUrl) else RunUrl.parse(url),
+            url if isinstance(url, RunUrl) else RunUrl.parse(url or os.environ.get(URL_VARIABLE, "")),
             Identity(name or default_name(), label, role, device),
             on_change=self._wake.set,
             warm_start=warm_start,
@@ -113,6 +117,7 @@ class Session:
 
     def start(self) -> Self:
         """Join the run and adopt the global model; blocks until then. Raises `MemberRefused`, `ServerError`."""
+        until = time.monotonic() + self._timeout_s
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
         self._thread.start()
         self.cold = True  # until it turns out that everybody's optimizer is new
@@ -120,10 +125,24 @@ class Session:
             self.poll(JOIN_POLL_S)
             if self._thread is None:
                 raise UsageError("the session was closed before it had joined the run")
+            if self._client.joined.is_set():
+                self._await_model()
+            if time.monotonic() > until:
+                what = self._client.waiting.what or "the server's first answer"
+                self._end_thread("it took too long to join", EXTRA_S)
+                raise MemberRefused(f"not joined within timeout_s = {self._timeout_s:g} s: {what}")
+        self._client.waiting.over()
         self.cold = self.cold and self.tokens > 0
         self._await_warmth()
         self._began = self._last = time.monotonic()
         return self
+
+    def _await_model(self) -> None:
+        versions = self.versions()
+        there = sum(version >= 0 for version in versions)
+        self._client.waiting.on(
+            f"the global model, {there} of {len(versions)} fragments are here" if there else "version 0 of the model"
+        )
 
     def _await_warmth(self) -> None:
         until = time.monotonic() + WAIT_S

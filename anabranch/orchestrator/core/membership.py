@@ -61,7 +61,10 @@ def _turn_away(reason: str, said: messages.Register, *, retry: bool) -> Tell:
 
 def _refusal(state: State, said: messages.Register, namesakes: list[Member]) -> tuple[str, bool] | None:
     if any(m.live for m in namesakes):
-        return f"the name {said.name!r} is in use by a live member; choose another --name", True
+        return (
+            f"the name {said.name!r} is in use by a member heard a moment ago; choose another --name",
+            True,
+        )
     if state.stopped:
         return "the run has stopped", False
     limit = state.spec.limits.max_members

@@ -111,8 +111,9 @@ class Books:
         self._pages = [_Page() for _ in range(fragments)]
         self._leases: dict[int, _Lease] = {}
         self._leased = 0  # number of the newest lease that was taken
-        self._processed = 0
-        self._steps = 0
+        self.processed = 0
+        self.steps = 0
+        self.merged = [0] * fragments  # tokens of each that became part of the global model
         self._read = 0
 
     def __len__(self) -> int:
@@ -123,15 +124,15 @@ class Books:
     def step(self, tokens: int) -> None:
         """One inner step trained on `tokens` tokens, and on all data that was delivered before."""
         with self._lock:
-            self._processed += tokens
-            self._steps += 1
+            self.processed += tokens
+            self.steps += 1
             for page in self._pages:
                 page.tokens += tokens
                 page.steps += 1
             for lease in self._leases.values():
                 if lease.delivered > lease.stepped:
                     lease.stepped = lease.delivered
-                    lease.marks.append((self._processed, lease.delivered))
+                    lease.marks.append((self.processed, lease.delivered))
 
     def deliver(self, lease: int, position: int) -> bool:
         """Data of a lease up to `position` goes to the training loop; False if it is no longer ours."""
@@ -155,7 +156,7 @@ class Books:
         """The counters that go with a Δ taken now."""
         with self._lock:
             page = self._pages[fragment]
-            figures = Figures(processed=self._processed, discarded=page.discarded, pending=page.pending)
+            figures = Figures(processed=self.processed, discarded=page.discarded, pending=page.pending)
             return Snapshot(page.version, page.tokens, page.steps, figures)
 
     def idle(self, fragment: int) -> bool:
@@ -196,7 +197,7 @@ class Books:
         with self._lock:
             page = self._pages[fragment]
             if not keep:
-                return page.overwrite(version, self._processed)
+                return page.overwrite(version, self.processed)
             page.rebase(version)
             return 0
 
@@ -208,11 +209,15 @@ class Books:
         with self._lock:
             page = self._pages[verdict.fragment]
             if page.version == base:
-                if page.waits:
-                    page.settled, page.applied, page.told = tokens, verdict.applied, base
+                if not page.waits:
+                    return
+                page.settled, page.applied, page.told = tokens, verdict.applied, base
             elif (sent := page.in_flight.pop(base, None)) is not None:
                 page.told = base
                 page.discarded += max(0, sent.tokens - tokens)  # a newer snapshot replaced the booked one too late
+            else:
+                return
+            self.merged[verdict.fragment] += tokens if verdict.applied else 0
 
     def has_outcome(self, fragment: int, base: int) -> bool:
         """Whether a contribution on `base` no longer waits."""
@@ -259,8 +264,8 @@ class Books:
         """The ledger fields of a progress message, consistent with each other."""
         with self._lock:
             return {
-                "steps": self._steps,
-                "processed": self._processed,
+                "steps": self.steps,
+                "processed": self.processed,
                 "adopted": [page.version for page in self._pages],
                 "held": [page.tokens for page in self._pages],
                 "discarded": [page.discarded for page in self._pages],
@@ -272,7 +277,7 @@ class Books:
 
     def _settle_leases(self) -> list[Held]:
         """How far each range is; one that is settled to its end is dropped."""
-        settled = min((page.oldest_pending(self._processed) for page in self._pages), default=self._processed)
+        settled = min((page.oldest_pending(self.processed) for page in self._pages), default=self.processed)
         held = []
         for number, lease in list(self._leases.items()):
             while lease.marks and lease.marks[0][0] <= settled:
@@ -294,4 +299,4 @@ class Books:
             for page in self._pages:
                 page.discarded += page.tokens - page.kept
                 page.tokens = page.kept
-            return [Figures(processed=self._processed, discarded=p.discarded, pending=p.pending) for p in self._pages]
+            return [Figures(processed=self.processed, discarded=p.discarded, pending=p.pending) for p in self._pages]

@@ -17,7 +17,7 @@ from anabranch.merge.fragments import Layout
 from anabranch.queue import messages
 from anabranch.queue.connection import check_server
 from anabranch.queue.patience import STALL
-from anabranch.queue.records import RunRecord
+from anabranch.queue.records import RunRecord, no_such_run
 from anabranch.queue.url import RunUrl
 from anabranch.workers.member.adoption import ParameterStore
 from anabranch.workers.member.feed import Feed
@@ -26,6 +26,7 @@ from anabranch.workers.member.identity import Identity
 from anabranch.workers.member.incarnation import REASON_LIMIT, Incarnation, Over, Process
 from anabranch.workers.member.line import Line
 from anabranch.workers.member.registration import KNOCK_S, Registration
+from anabranch.workers.member.telling import EVERY_S, Telling, Waiting
 
 log = logging.getLogger("anabranch.worker")
 
@@ -64,6 +65,9 @@ class Client:
         self.identity = identity
         self.line = Line.to(url, identity.name)
         self.vitals = Vitals()
+        self.waiting = Waiting()
+        self._telling = Telling(self.vitals)
+        self._sizes: list[int] = []
         self.life: Incarnation | None = None  # the newest; while `joined` is not set it is over
         self._process = Process(on_change, warm_start)
         self.joined = self._process.joined
@@ -102,12 +106,12 @@ class Client:
         line = self.line
         line.close_with(stack)
         await check_server(line.redis, line.url)
-        waiting = False
         while (record := await line.read_run()) is None:
-            if not waiting:
-                log.info("run %s: no synchronizer has started it yet; waiting", line.keys.run)
-                waiting = True
+            if not self.waiting.what or self.waiting.due:  # the others are listed when it is said
+                there = await line.persist(partial(no_such_run, line.redis, line.keys.run), "look for runs")
+                self.waiting.on(f"{there}. It begins with `anabranch up` or `orchestrator`; or ?run= is misspelt")
             await asyncio.sleep(KNOCK_S)
+        self.waiting.over()
         return record
 
     async def serve(self, record: RunRecord, store: ParameterStore, layout: Layout) -> None:
@@ -116,20 +120,37 @@ class Client:
         `record` is what `open` gave, `store` holds the model, `layout` is its layout under the run's spec. Raises
         `MemberRefused`.
         """
+        self._sizes = [fragment.size for fragment in layout.fragments]
         try:
             async with asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(self._beat(record.spec.workers.heartbeat_s), name="client: heart")
+                telling = tasks.create_task(self._tell(), name="client: tell how it goes")
                 while await self._live(record, store, layout):
                     pass
                 beating.cancel()
+                telling.cancel()
         except BaseExceptionGroup as group:
             raise leaf(group) from group
+        finally:
+            self._sum_up(f"the run is over ({self.stopped})" if self.stopped else "ended")
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if (life := self.life) is not None and self.joined.is_set():
+                line = self._telling.line(life.books, self._sizes, run_tokens=self.tokens, paused=self.paused)
+                if line is not None:
+                    log.info("%s", line)
+
+    def _sum_up(self, why: str) -> None:
+        books = self.life.books if self.life is not None and self.joined.is_set() else None
+        self._telling.summary(books, self._sizes, self.bytes_sent, why)
 
     async def _live(self, record: RunRecord, store: ParameterStore, layout: Layout) -> bool:
         """One incarnation, from asking for it to its end; False once the run has stopped."""
         # Settings may have changed since `record` was read, and the schema with whoever leads now.
-        registration = Registration(self.line, await self.line.read_run() or record, self.identity, layout)
-        admission = await registration.answer()
+        record = await self.line.read_run() or record
+        admission = await Registration(self.line, record, self.identity, layout, self.waiting).answer()
         if isinstance(admission, messages.Stop):
             self._process.stop(admission.reason)
             return False
@@ -144,6 +165,7 @@ class Client:
         if self.stopped is not None:
             return False
         self.joined.clear()
+        self._telling.over(life.books, self._sizes)
         log.warning("incarnation %d is over (%s): joining again", life.number, over)
         self.supply.end()
         self._process.wants_warm_start = not life.warm_start.over
@@ -172,6 +194,7 @@ class Client:
                 await life.post(message)
         except STALL as error:
             log.warning("no farewell: %s", str(error) or "the server does not answer")
+        self._sum_up(f"left ({reason})")
 
     # --- heartbeats ---------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class Incarnation:
             for number, message in entries:
                 read = self.books.last_read
                 if number > read + 1 or getattr(message, "timeline", self._timeline) != self._timeline:
-                    log.info("broadcast jumped from %d to %d: reading the state again", read, number)
+                    log.debug("broadcast went from %d to %d: reading the state again", read, number)
                     await self._start_over()
                     break
                 if number > read or isinstance(message, messages.Call):

@@ -113,7 +113,9 @@ class Outbox:
             if verdict.incarnation != self._incarnation:
                 continue
             if not verdict.applied and not self._books.has_outcome(verdict.fragment, verdict.base):
-                log.warning("fragment %d on %d rejected: %s", verdict.fragment, verdict.base, verdict.reason)
+                late = verdict.reason.startswith(("late", "stale"))  # happens to the best; the share merged tells
+                level = logging.DEBUG if late else logging.WARNING
+                log.log(level, "fragment %d on %d rejected: %s", verdict.fragment, verdict.base, verdict.reason)
             self._books.outcome(verdict)
             if (sent := self._unsettled.pop((verdict.fragment, verdict.base), None)) is not None:
                 done.append(sent[0].claim)

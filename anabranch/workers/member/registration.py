@@ -16,6 +16,7 @@ from anabranch.queue.records import RunRecord
 from anabranch.workers.member.broadcast import Broadcast
 from anabranch.workers.member.identity import Identity
 from anabranch.workers.member.line import Line
+from anabranch.workers.member.telling import Waiting
 
 log = logging.getLogger("anabranch.worker")
 
@@ -37,7 +38,10 @@ class Admission:
 class Registration:
     """One registration. Nothing but the `Admission` is kept of it afterwards."""
 
-    def __init__(self, line: Line, record: RunRecord, identity: Identity, layout: Layout) -> None:
+    def __init__(
+        self, line: Line, record: RunRecord, identity: Identity, layout: Layout, waiting: Waiting | None = None
+    ) -> None:
+        self._waiting = waiting or Waiting()
         self._line = line
         self._record = record
         self._layout = layout
@@ -69,9 +73,12 @@ class Registration:
             if time.monotonic() >= ask_at:
                 await self._line.post(self._request, self._record.schema)
                 ask_at = time.monotonic() + self._heartbeat_s * random.uniform(*JITTER)
+            if self._refused_at is None:
+                self._waiting.on(f"run {self._line.keys.run} lets us in; perhaps no synchronizer leads it now")
             for message in await self._knock():
                 match message:
                     case messages.Welcome(incarnation=number) if message.nonce == self._nonce:
+                        self._waiting.over()
                         log.info("joined run %s as %s, incarnation %d", self._line.keys.run, message.name, number)
                         return Admission(number, self._nonce, self._record, self._broadcast)
                     case messages.Stop():  # nobody may be left who could answer
@@ -79,7 +86,8 @@ class Registration:
                     case messages.Refused() if message.nonce == self._nonce:
                         if self._is_final(message):
                             raise await refusal(self._line, self._layout, message)
-                        log.debug("not let in yet: %s", message.reason)
+                        longest_s = REFUSED_HEARTBEATS * self._heartbeat_s
+                        self._waiting.on(f"{message.reason}. Whether that changes is looked at for {longest_s:.0f} s")
 
     async def _knock(self) -> list[messages.Message]:
         """Make the synchronizer look into our inbox, and read what it says soon after that."""
