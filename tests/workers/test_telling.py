@@ -26,7 +26,7 @@ from tests.wait import wait_until, wait_until_sync
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(telling.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("anabranch.workers.member.telling.time.monotonic", lambda: self.now)
 
 
 @pytest.fixture
