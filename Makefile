@@ -6,7 +6,9 @@ JOBS   ?= $(shell echo $$((1 + $$(getconf _NPROCESSORS_ONLN)))) # tests wait for
 PYTEST := -q -n $(strip $(JOBS)) --maxprocesses 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 4
 RUNS   ?= 10
 KINDS  ?= order,shuffled,one-core,busy
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.installed-demo # without linters, tests' tools and transformers
 
 # Every test starts processes: none of them should compile everything anew, whatever this shell says about it.
 export PYTHONDONTWRITEBYTECODE :=
@@ -17,15 +19,21 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("Anabranch needs Python >= 3.11, this is " + sys.version if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,test,lint]'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[worker,test,lint]'
 	touch $(STAMP)
+
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	test -e $(STAMP) || $(INSTALL) -e '.[worker]'
+	touch $(DEMO)
 
 setup: $(STAMP)  ## virtual environment with everything pinned in constraints.txt
 
-demo: $(STAMP)  ## three unequal workers train one model on this machine for two minutes
+demo: $(DEMO)  ## three unequal workers train one model on this machine for two minutes
 	$(BIN)/anabranch demo
 
 test: $(STAMP)  ## the whole test suite, with a real server, real processes and a real browser

@@ -40,7 +40,7 @@ def loss_text(value: float | None) -> str:
 
 def summary_line(shown: dict[str, Any]) -> str:
     """How a run stands, in one line."""
-    if "members" not in shown:
+    if not shown.get("fragments"):
         return str(shown["phase"])
     heldout, rounds = shown["heldout"], shown["rounds"]
     parts = [

@@ -113,6 +113,42 @@ def test_the_join_line_works_as_it_is_printed(running: Running) -> None:
         joiner.wait()
 
 
+def test_the_join_line_is_printed_again(running: Running) -> None:
+    done = anabranch("url", "--dir", str(running.directory))
+    assert (done.returncode, done.stdout) == (0, f"{running.join}\n"), done.stderr
+
+
+def test_where_nothing_was_brought_up_there_is_no_url(tmp_path: Path) -> None:
+    done = anabranch("url", "--dir", str(tmp_path / "nothing"))
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"anabranch: --dir {tmp_path / 'nothing'}: no run was ever brought up there (`anabranch up --dir`)\n"
+    )
+
+
+def test_it_is_quiet_and_says_how_it_stands(running: Running) -> None:
+    wait_until_sync(lambda: " · waiting for a first worker\n" in running.log.read_text(), "it says what it waits for")
+    assert " merged " not in running.log.read_text()
+    stamps = [line[:19] for line in running.log.read_text().splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", stamp) for stamp in stamps), stamps
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "no permission"])
+def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").write_text("")
+    where = {
+        "a file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "run",
+        "no permission": Path("/proc/run"),
+    }
+    done = anabranch("up", "--dir", str(where[kind]))
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"anabranch: --dir {where[kind]}: ")
+    assert "choose a folder" in line
+
+
 def test_only_the_owner_can_read_the_directory(running: Running) -> None:
     assert running.directory.stat().st_mode & 0o777 == 0o700
     for name in ("token", "password", "port", "tape.jsonl", "lock", "data/valkey.conf"):
@@ -256,6 +292,9 @@ def test_the_address_for_others_is_not_the_loopback() -> None:
     assert shown.run == "r"
     assert ":pw@" in shown.server
     assert shown.server.endswith(":7000/0")
+    both = RunUrl.parse(reachable_url(RunUrl.parse("redis://:pw@[::1]:7000/0?run=r"), "::"))
+    assert both.server.endswith(":7000/0")
+    assert ("[::1]" in both.server) == ("127.0.0.1" in shown.server), "loopback only where there is nothing else"
 
 
 def _server_pid(running: Running) -> int:

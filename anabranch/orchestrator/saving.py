@@ -24,6 +24,7 @@ class Saving:
         self._events = events
         self._snapshot = snapshot
         self._running: set[asyncio.Task[None]] = set()
+        self._said = ""
 
     def begin(self, command: str = "", *, last: bool = False) -> None:
         """A checkpoint of this moment, if there is a model and a place for it; the core hears of it as `Saved`."""
@@ -57,4 +58,6 @@ class Saving:
                 where = str(await checkpoints.write(snapshot))
             except (OSError, CheckpointError) as error:  # a full disk or an unreachable store must not stop training
                 reason = str(error)
-        self._events.put_nowait(Saved(where, reason, command, last))
+        if command or last or where != self._said:  # a moment that is saved already is said once
+            self._events.put_nowait(Saved(where, reason, command, last))
+        self._said = where

@@ -319,6 +319,17 @@ async def test_without_a_token_nobody_controls(run_url: str, run_name: str) -> N
                     assert response.status == 401
 
 
+async def test_behind_a_proxy_the_page_answers_to_the_names_it_was_given(run_url: str, run_name: str) -> None:
+    synchronizer = Synchronizer(RunUrl.parse(run_url), make_spec(run_name))
+    options = PageOptions(names=("Runs.example.org",))
+    async with serve_page(synchronizer, options) as address, ClientSession() as http:
+        for host, expected in (("runs.example.org", 200), ("runs.example.org:8080", 200), ("other.example.org", 403)):
+            async with http.get(address, headers={"Host": host}) as response:
+                assert response.status == expected
+                if expected == 403:
+                    assert "start it with --page-name other.example.org" in await response.text()
+
+
 async def test_a_taken_port_is_named(run_url: str, run_name: str) -> None:
     async with _starting(run_url, run_name) as (address, _):
         port = int(address.rsplit(":", 1)[1].rstrip("/"))
