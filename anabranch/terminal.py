@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -22,6 +23,7 @@ log = logging.getLogger("anabranch.run")
 
 LINE_EVERY_S = 10.0  # without a terminal: one line of progress
 SUMMARY_EVERY_S = 15.0
+NARROW = 100  # columns, below which tables leave something out
 
 
 def quantity(value: float | None) -> str:
@@ -65,33 +67,45 @@ async def report(picture: Callable[[], dict[str, Any]]) -> None:
         await asyncio.sleep(1.0)
 
 
-def members_table(members: list[dict[str, Any]]) -> Table:
+def members_table(members: list[dict[str, Any]], width: int) -> Table:
+    """One row each; in a narrow terminal fewer columns instead of cut words."""
+    wide = width >= NARROW
+    columns = ("member", "state", "steps", "step", "loss", "trained", "merged", "behind")
     table = Table(box=None, pad_edge=False)
-    for name in ("member", "state", "steps", "step", "loss", "trained", "merged", "behind"):
-        table.add_column(name, justify="left" if name in ("member", "state") else "right", style="none")
+    for name in columns if wide else ("member", "state", "loss", "trained", "merged"):
+        left = name in ("member", "state")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
     for member in members:
         evaluator = member["role"] == "evaluator"
-        table.add_row(
-            member["name"] + (f" ({member['label']})" if member["label"] else ""),
-            Text(member["condition"], style="green" if member["condition"] == "live" else "yellow"),
-            "" if evaluator else str(member["steps"]),
-            "" if evaluator else f"{member['step_s'] * 1000:.0f} ms",
-            loss_text(member["heldout_loss"] if evaluator else member["loss"]) + (" held out" if evaluator else ""),
-            "" if evaluator else quantity(member["processed"]),
-            "" if evaluator else quantity(member["applied"]),
-            "" if evaluator else str(member["behind"]),
-        )
+        loss = loss_text(member["heldout_loss"] if evaluator else member["loss"])
+        cells: dict[str, str | Text] = {
+            "member": member["name"] + (f" ({member['label']})" if wide and member["label"] else ""),
+            "state": Text(member["condition"], style="green" if member["condition"] == "live" else "yellow"),
+            "loss": loss + (" held out" if wide and evaluator else ""),
+        }
+        if not evaluator:
+            cells["steps"], cells["step"] = str(member["steps"]), f"{member['step_s'] * 1000:.0f} ms"
+            cells["trained"], cells["merged"] = quantity(member["processed"]), quantity(member["applied"])
+            cells["behind"] = str(member["behind"])
+        table.add_row(*(cells.get(str(column.header), "") for column in table.columns))
     return table
 
 
-def ledger_table(rows: list[dict[str, Any]]) -> Table:
-    """processed = applied + rejected + discarded + lost + pending, in tokens."""
+def ledger_table(rows: list[dict[str, Any]], width: int) -> Table:
+    """processed = applied + rejected + discarded + lost + pending, in tokens; as sentences in a narrow terminal."""
     table = Table(title="ledger (tokens, parameter-weighted)", title_justify="left", box=None, pad_edge=False)
-    table.add_column("worker")
+    signs = dict.fromkeys(LEDGER[2:], "+ ") | {"applied": "= "}
+    figures = [{name: f"{row.get(f'tokens_{name}', row.get(name, 0)):,.0f}" for name in LEDGER} for row in rows]
+    table.add_column("worker", overflow="fold")
+    if width < NARROW:
+        table.add_column("")
+        for row, cells in zip(rows, figures, strict=True):
+            table.add_row(row["name"], " ".join(f"{signs.get(name, '')}{cells[name]} {name}" for name in LEDGER))
+        return table
     for name in LEDGER:
-        table.add_column(("= " if name == "applied" else "+ " if name in LEDGER[2:] else "") + name, justify="right")
-    for row in rows:
-        table.add_row(row["name"], *(f"{row.get(f'tokens_{name}', row.get(name, 0)):,.0f}" for name in LEDGER))
+        table.add_column(signs.get(name, "") + name, justify="right", no_wrap=True)
+    for row, cells in zip(rows, figures, strict=True):
+        table.add_row(row["name"], *cells.values())
     return table
 
 
@@ -143,7 +157,7 @@ class DemoDisplay:
         heldout = shown.get("heldout") or [[0, None]]
         ended = "".join(f"  {name} has ended (status {status})" for name, status in state.ended.items())
         return (
-            f"{state.elapsed_s:5.0f} s  {state.phase:<26} held-out loss {loss_text(heldout[-1][1])}  "
+            f"{state.elapsed_s:5.0f} s  {state.phase}  held-out loss {loss_text(heldout[-1][1])}  "
             f"tokens {quantity(shown.get('tokens', 0))}  rounds {rounds}  "
             f"live {shown.get('live', 0)}  participating {shown.get('participating', 0)}{ended}"
         )
@@ -151,12 +165,13 @@ class DemoDisplay:
     def _panel(self, state: DemoState) -> Panel:
         shown = state.picture
         parts: list[Any] = [
-            ProgressBar(total=max(1.0, state.total_s), completed=state.elapsed_s),
+            Padding(ProgressBar(total=max(1.0, state.total_s), completed=state.elapsed_s)),  # which ends its line
             Text(self._line(state)),
+            Text(f"status page: {state.page}", overflow="fold"),
         ]
         if shown.get("members"):
-            parts.append(members_table(shown["members"]))
-        return Panel(Group(*parts), title=f"anabranch demo · {state.page}", title_align="left")
+            parts.append(members_table(shown["members"], self._console.width - 4))
+        return Panel(Group(*parts), title="anabranch demo", title_align="left")
 
 
 def print_summary(console: Console, summary: dict[str, Any], directory: str) -> None:
@@ -167,7 +182,7 @@ def print_summary(console: Console, summary: dict[str, Any], directory: str) -> 
         f"held-out loss of the global model: {loss_text(summary['heldout_loss_start'])} → "
         f"[bold]{loss_text(summary['heldout_loss_end'])}[/] nats/byte in {summary['seconds']:.0f} s of training"
     )
-    console.print(ledger_table(summary["workers"]))
+    console.print(ledger_table(summary["workers"], console.width))
     console.print(f"rounds: {how}")
     console.print(f"goodput: {goodput:.1%} of worker time in training steps" if goodput else "goodput: –")
     console.print(f"payload sent by workers: {quantity(summary['bytes_sent'])}B")
@@ -201,7 +216,7 @@ def print_status(console: Console, shown: dict[str, Any]) -> None:
             f"{data['leased']} in hand, {data['waiting']} to be redone, {data['done']} done",
             highlight=False,
         )
-    console.print(members_table(shown["members"]))
-    console.print(ledger_table(shown["ledger"]))
+    console.print(members_table(shown["members"], console.width))
+    console.print(ledger_table(shown["ledger"], console.width))
     for event in shown.get("events", []):
         console.print(f"  {event['kind']:<10} {event['reason']}", highlight=False, markup=False)

@@ -42,7 +42,7 @@ PART_S = 2.0  # for the last write of a term; without it the next leader begins 
 BATCH = 256  # events handled in one transaction
 
 _GLYPHS = {"merged": "✓", "abandoned": "!", "rejected": "✕", "refused": "✕", "gone": "✕", "ledger mismatch": "✕"}
-_QUIET = frozenset({"opened", "called", "merged", "rejected", "settled", "told closed", "leased"})
+_QUIET = frozenset({"opened", "called", "merged", "settled", "told closed", "leased"})
 _LOUD = frozenset({"timeline", "server full", "orphaned"})
 
 
@@ -245,5 +245,6 @@ def _log_event(event: TapeEvent) -> None:
         if key in event
     )
     kind = event["kind"]
-    level = logging.DEBUG if kind in _QUIET else logging.WARNING if kind in _LOUD else logging.INFO
+    quiet = kind in _QUIET or event["reason"].startswith(("late: ", "stale: "))  # happens to the best
+    level = logging.DEBUG if quiet else logging.WARNING if kind in _LOUD else logging.INFO
     log.log(level, "%s %-10s%-14s %s", _GLYPHS.get(kind, "·"), kind, where, event["reason"])

@@ -31,7 +31,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def spec_of(run: str, task: str = NANO, **sections: Any) -> RunSpec:
-    return make_spec(run, task={"name": task, "options": {}}, **sections)
+    """Nobody here dies: whatever else the machine does, nobody is to be thought dead while torch begins."""
+    return make_spec(run, task={"name": task, "options": {}}, workers={"heartbeat_s": 5.0}, **sections)
 
 
 def global_model(run: Bench) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def test_a_round_opens_when_the_fastest_worker_made_its_share_of_steps() -> None
     assert not told(msg.Call, bench.steps(fast=1, slow=1))
     result = bench.steps(fast=1)
     opened = told_one(msg.Call, result)
-    assert why(msg.Call, result) == "fast made 2 of 2 steps"
+    assert why(msg.Call, result) == "fast made 2 steps (H/P = 2)"
     assert (opened.fragment, opened.base, opened.timeline) == (0, 0, TIMELINE)
 
 
@@ -28,7 +28,7 @@ def test_with_a_quorum_of_two_the_second_fastest_paces() -> None:
     for name in ("a", "b", "c"):
         bench.worker(name)
     assert not told(msg.Call, bench.steps(a=5, b=1))
-    assert why(msg.Call, bench.steps(b=1)) == "b made 2 of 2 steps"
+    assert why(msg.Call, bench.steps(b=1)) == "b made 2 steps (H/P = 2)"
 
 
 def test_with_quorum_all_the_slowest_paces() -> None:
@@ -36,7 +36,7 @@ def test_with_quorum_all_the_slowest_paces() -> None:
     for name in ("a", "b", "c"):
         bench.worker(name)
     assert not told(msg.Call, bench.steps(a=5, b=5, c=1))
-    assert why(msg.Call, bench.steps(c=1)) == "c made 2 of 2 steps"
+    assert why(msg.Call, bench.steps(c=1)) == "c made 2 steps (H/P = 2)"
 
 
 def test_a_round_that_cannot_reach_its_quorum_is_not_opened_and_opens_as_soon_as_it_can() -> None:

@@ -122,7 +122,7 @@ def decided(found: list[list[Any]], kind: str) -> list[Any]:
     ("what", "kind", "words"),
     [
         ("reason", "Merge", "recorded is Merge “because”, decided now Merge “all arrived"),
-        ("content", "Tell call", "Tell call “b made 2 of 2 steps” has another content now: Tell("),
+        ("content", "Tell call", "Tell call “b made 2 steps (H/P = 2)” has another content now: Tell("),
         ("missing", "Tell merged", "Tell merged “all arrived after"),
         ("invented", "Tell merged", "recorded is Tell stop “no”, it is not decided now"),
     ],

@@ -34,7 +34,7 @@ def open_due(state: State, now: float) -> Iterator[Instruction]:
             state.averages.step_s = average(state.averages.step_s, pacer.step_s)
         made, interval = pacer.steps - pacer.mark, state.spec.rounds.interval_steps
         _restart_interval(state, pacer, now)
-        yield from _open(state, *choice, f"{pacer.name} made {made:.0f} of {interval:g} steps", now)
+        yield from _open(state, *choice, f"{pacer.name} made {made:.0f} steps (H/P = {interval:g})", now)
 
 
 def makes_due(state: State, said: messages.Message) -> bool:
