@@ -129,7 +129,7 @@ def test_a_server_that_is_not_there_is_one_line(failing: Fail, command: str) -> 
 
 def test_no_url_at_all_is_one_line(failing: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANABRANCH_URL", raising=False)
-    assert "expected redis" in failing("orchestrator")
+    assert "no run URL: give redis" in failing("orchestrator")
 
 
 def test_a_wrong_password_is_one_line(failing: Fail, server_factory: ServerFactory) -> None:

@@ -37,11 +37,10 @@ async def test_below_quorum_nothing_is_ever_merged(run_url: str, run_name: str) 
     spec = make_spec(run_name, rounds={"quorum": 2, "deadline_min_s": 0.5})
     async with bench(run_url, spec) as run:
         run.add("only", Pace(step_s=0.002))
-        await wait_until(lambda: len(run.tape("abandoned")) >= 3, "three rounds abandoned")
+        only = run.workers["only"]
+        await wait_until(lambda: only.step > 200, "many rounds would have been due")
         assert run.versions() == [0, 0]
-        reasons = {event["reason"] for event in run.tape("abandoned")}
-        assert "quorum 1/2" in reasons
-        assert reasons <= {"quorum 0/2", "quorum 1/2"}, "on a loaded machine its answer may be late"
+        assert not run.tape("opened"), "what cannot close is not opened"
 
         async def says_why() -> bool:
             shown = await status(run.url)

@@ -143,7 +143,7 @@ def test_a_second_process_of_the_same_name_is_refused_while_the_first_is_live() 
     result = bench.join("a", life=2)
     refused = told_one(msg.Refused, result)
     assert refused.retry, "the first may be dead and not yet known to be"
-    assert "in use by a live member" in refused.reason
+    assert "in use by a member heard a moment ago" in refused.reason
     assert not told(msg.Welcome, result)
 
 

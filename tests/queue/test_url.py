@@ -34,7 +34,7 @@ def test_what_is_taken(text: str, server: str, run: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "scheme '' is not redis"),
+        ("", "no run URL: give redis"),
         ("host:6379", "is not redis"),
         ("http://host/0", "scheme 'http' is not redis, rediss or unix"),
         ("redis:///0", "no host"),

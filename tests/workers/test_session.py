@@ -63,6 +63,7 @@ async def joined(run: Bench, name: str, model: torch.nn.Module, **options: Any) 
     session = await asyncio.to_thread(anabranch.join, run.url, model, name=name, **options)
     assert isinstance(session, Session)
     try:
+        await run.reach(0)  # a member has the model a moment before the synchronizer notes that it is stored
         yield session
     finally:
         await asyncio.to_thread(session.close)
