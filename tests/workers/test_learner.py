@@ -185,6 +185,55 @@ def test_the_same_version_with_other_bits_overwrites(bench: Bench) -> None:
     np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 3.0))
 
 
+# --- a new timeline ---------------------------------------------------------------------------------------
+
+
+def test_what_waited_under_an_earlier_timeline_is_forgotten(bench: Bench) -> None:
+    bench.train()
+    bench.learner.call(call())
+    bench.offer(1)
+    bench.learner.go_on_under("2-x")
+    assert bench.boundary() == [], "the version belongs to what was lost"
+    assert bench.sent == [], "and so does the call"
+
+
+def test_under_the_same_timeline_nothing_is_forgotten(bench: Bench) -> None:
+    bench.learner.go_on_under("2-x")
+    bench.train()
+    bench.learner.call(call())
+    bench.learner.go_on_under("2-x")
+    bench.boundary()
+    assert len(bench.sent) == 1
+
+
+def test_a_version_of_an_earlier_timeline_comes_too_late(bench: Bench) -> None:
+    bench.learner.go_on_under("2-x")
+    bench.offer(1)  # its download took long
+    assert bench.boundary() == []
+    assert bench.books.version(0) == 0
+
+
+def test_copies_answer_no_call_of_a_later_timeline(bench: Bench) -> None:
+    slow(bench)
+    bench.learner.go_on_under("2-x")
+    assert bench.hear(1.0, call(number=9)) is None
+
+
+@pytest.mark.parametrize("adoption", ["blend", "rebase"])
+def test_nothing_is_kept_of_what_was_sent_on_a_base_that_is_over(adoption: str) -> None:
+    bench = Bench(adoption=adoption)
+    bench.offer(0)
+    bench.boundary()
+    for base in range(3):
+        bench.train()
+        bench.learner.call(call(base, number=base + 1))
+        bench.boundary()
+        bench.books.outcome(Verdict(incarnation=1, fragment=0, base=base, applied=True, tokens=10))
+        bench.offer(base + 1)
+        bench.boundary()
+        assert bench.learner._sent == {}
+
+
 # --- steps longer than the time between calls: answers from copies ----------------------------------------
 
 
