@@ -97,8 +97,9 @@ def ledger_table(rows: list[dict[str, Any]], width: int) -> Table:
     signs = dict.fromkeys(LEDGER[2:], "+ ") | {"applied": "= "}
     figures = [{name: f"{row.get(f'tokens_{name}', row.get(name, 0)):,.0f}" for name in LEDGER} for row in rows]
     table.add_column("worker", overflow="fold")
-    if width < NARROW:
+    if width < 68 + max((len(row["name"]) for row in rows), default=0):  # what words and figures take
         table.add_column("")
+        table.show_header = False
         for row, cells in zip(rows, figures, strict=True):
             table.add_row(row["name"], " ".join(f"{signs.get(name, '')}{cells[name]} {name}" for name in LEDGER))
         return table

@@ -132,7 +132,8 @@ class Client:
         except BaseExceptionGroup as group:
             raise leaf(group) from group
         finally:
-            self._sum_up(f"the run is over ({self.stopped})" if self.stopped else "ended")
+            if self.stopped is None:  # else a last step may be under way, and `leave` comes after it
+                self._sum_up("ended")
 
     async def _tell(self) -> None:
         while True:

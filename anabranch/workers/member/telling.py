@@ -94,9 +94,10 @@ class Telling:
             return
         self._summed = True
         steps, tokens, merged = self._totals(books, sizes)
-        share = f" ({merged / tokens:.0%} merged)" if tokens else ""
-        seconds = time.monotonic() - self._began
-        log.info(
-            "%s, after %.0f s: %s steps, %s tokens trained%s, %.1f MB sent",
-            why, seconds, f"{steps:,}", f"{tokens:,}", share, bytes_sent / 1e6,
-        )  # fmt: skip
+        did = "nothing trained"
+        if self._vitals.heldout_loss is not None:
+            did = f"held-out loss {self._vitals.heldout_loss:.3f} in the end"
+        elif tokens:
+            did = f"{steps:,} steps, {tokens:,} tokens trained ({merged / tokens:.0%} merged)"
+            did += f", {bytes_sent / 1e6:.1f} MB sent"
+        log.info("%s, after %.0f s: %s", why, time.monotonic() - self._began, did)
