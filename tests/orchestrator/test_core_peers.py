@@ -61,7 +61,9 @@ def test_neither_the_dead_nor_the_cold_are_asked(bench: Bench) -> None:
     bench.worker("fresh")
     bench.puppets["b"].silent = True
     train(bench, seconds=5.0, a=2, fresh=1)
-    assert told_one(msg.SendState, ask(bench, "joiner")).incarnation == bench.puppets["a"].incarnation
+    warm = bench.puppets["a"].incarnation
+    assert told_one(msg.SendState, ask(bench, "joiner")).incarnation == warm
+    assert told_one(msg.PeerState, ask(bench, "joiner", warm)).incarnation == 0, "the others are dead or cold"
 
 
 def test_a_stuck_worker_is_not_asked(bench: Bench) -> None:

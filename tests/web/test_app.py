@@ -252,7 +252,10 @@ async def test_a_page_that_hung_up_leaves_nothing_behind(
         await wait_until(lambda: len(asyncio.all_tasks()) <= before, "the handler has ended")
 
 
-async def test_it_shuts_down_at_once_with_pages_open(run_url: str, run_name: str) -> None:
+async def test_it_shuts_down_at_once_with_pages_open(
+    run_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "SHUTDOWN_S", 4 * PATIENCE_S)
     synchronizer = Synchronizer(RunUrl.parse(run_url), make_spec(run_name))
     async with AsyncExitStack() as clients:
         http = await clients.enter_async_context(ClientSession())
@@ -261,7 +264,7 @@ async def test_it_shuts_down_at_once_with_pages_open(run_url: str, run_name: str
                 response = await clients.enter_async_context(http.get(address + "api/events"))
                 await next_of(response, "status")
             started = time.monotonic()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < PATIENCE_S, "pages do not hold it up until its time is over"
         assert await response.content.read() == b"", "the pages see the end of their streams"
 
 

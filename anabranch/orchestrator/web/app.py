@@ -31,6 +31,7 @@ EVENTS_SENT = 60
 RETRY_MS = 1000  # how soon a page that lost its stream asks again
 MOST_STREAMS = 32  # pages watching at the same time
 CONTROL_S = 5.0  # a command that Redis does not take for so long fails
+SHUTDOWN_S = 1.0  # for requests under way; streams are ended
 WRITE_S = 20.0  # a page that takes nothing for so long is gone
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 _SCRIPTS = ("page", "chart", "connection", "counts", "dom", "format", "head", "known", "rounds", "tables", "tape")
@@ -112,7 +113,7 @@ def make_app(synchronizer: Synchronizer, options: PageOptions) -> web.Applicatio
 @asynccontextmanager
 async def serve_page(synchronizer: Synchronizer, options: PageOptions) -> AsyncIterator[str]:
     """Serve until the block ends; yields the page's address. A taken port is a `ServerError`."""
-    runner = web.AppRunner(make_app(synchronizer, options), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(make_app(synchronizer, options), access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         site = web.TCPSite(runner, options.host, options.port)
