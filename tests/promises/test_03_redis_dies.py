@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.orchestrator.web.app import PageOptions, picture, serve_page
 from anabranch.queue.embedded import EmbeddedServer
 from anabranch.queue.messages import Claim, Contribution, Message
@@ -322,3 +323,31 @@ async def fill(run: Bench, share: float) -> None:
             await run.redis.set(f"ballast:{secrets.token_hex(8)}", b"x" * size)
         except OutOfMemoryError:
             return
+
+
+async def test_a_standby_takes_over_while_the_server_is_full(server_factory: ServerFactory, run_name: str) -> None:
+    server = server_factory(maxmemory_bytes=LIMIT)
+    spec = make_spec(run_name, workers={"heartbeat_s": 1.0})
+    async with bench(f"{server.url}?run={run_name}", spec) as run:
+        run.add("w", QUICK)
+        await run.reach(1)
+        standby = Synchronizer(run.url)
+        task = asyncio.create_task(standby.run(), name="standby")
+        try:
+            await wait_until(lambda: standby.standby_for, "it stands by")
+            await fill(run, 1.0)
+            run.synchronizer.end()
+            await wait_until(lambda: standby.core is not None, "it leads")
+            await wait_until(lambda: standby.core is not None and standby.core.state.full, "and opens nothing")
+            async for key in run.redis.scan_iter(match="ballast:*"):
+                await run.redis.delete(key)
+            merged = max(f.version for f in standby.core.state.fragments) if standby.core is not None else 0
+
+            def goes_on() -> bool:
+                core = standby.core
+                return core is not None and min(f.version for f in core.state.fragments) > merged
+
+            await wait_until(goes_on, "rounds are merged again")
+        finally:
+            standby.end()
+            await task
