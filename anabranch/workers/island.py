@@ -103,6 +103,11 @@ class _Numbers:
         return indices, epoch
 
 
+def share_of(indices: Indices, rank: int, ranks: int) -> Indices:
+    """One rank's part of a batch: each item once, or, where there are fewer than ranks, one item for each rank."""
+    return np.resize(indices, max(indices.size, ranks))[rank::ranks]
+
+
 class Island:
     """One worker on all ranks of `group` (by default of the whole world). Every public method is a collective call
     unless it says otherwise; figures such as `tokens` are those of the last `step`, equal on all ranks."""
@@ -220,7 +225,7 @@ class Island:
             indices, epoch, adopted = told
             for fragment in adopted:
                 self._spread(self._parts[fragment])
-            mine = np.resize(indices, max(indices.size, self._size))[self._rank :: self._size]
+            mine = share_of(indices, self._rank, self._size)
             yield shards.batch(mine, epoch)
 
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:

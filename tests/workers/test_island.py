@@ -9,12 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 import anabranch
 from anabranch.spec import RunSpec
-from anabranch.workers.island import Island
+from anabranch.workers.island import Island, _Others, share_of
 from anabranch.workers.session import Session
 from anabranch.workers.torch_store import shapes
 from anabranch.workers.trains import Trains
@@ -224,6 +225,26 @@ async def test_a_rank_that_dies_takes_the_island_with_it(run_url: str, run_name:
         assert run.tape("gone")[0]["reason"].startswith("island left: IslandBroken")
         books = await departed(run)
         assert books.processed == pytest.approx(books.applied + books.rejected + books.discarded + books.lost)
+
+
+@pytest.mark.parametrize(("items", "ranks"), [(4, 3), (3, 3), (7, 3), (2, 3), (1, 4), (6, 2)])
+def test_a_batch_is_shared_out_to_the_last_item(items: int, ranks: int) -> None:
+    indices = np.arange(100, 100 + items)
+    parts = [share_of(indices, rank, ranks) for rank in range(ranks)]
+    assert all(part.size >= 1 for part in parts), "a rank without a batch would hang the others"
+    assert max(part.size for part in parts) - min(part.size for part in parts) <= 1
+    assert sorted({int(index) for part in parts for index in part}) == indices.tolist()
+    if items >= ranks:
+        assert sum(part.size for part in parts) == items, "each once"
+
+
+def test_a_peers_optimizer_state_is_for_all_ranks_or_for_none() -> None:
+    others = _Others()
+    assert others.may_take_over()
+    others.took_over(memoryview(b"state"))
+    assert others.begin() == b"state", "rank 0 had it before the others began: they get it, too"
+    assert not others.may_take_over(), "one that comes later would be rank 0's alone"
+    assert _Others().begin() is None
 
 
 def test_wrappers_do_not_change_a_tensors_name() -> None:
