@@ -491,15 +491,17 @@ async def _first_of(ending: asyncio.Event, stopped: asyncio.Event, *works: async
 
 
 def main() -> None:
-    """The entry point: errors of ours are one line on standard error."""
+    """The entry point: errors of ours and of the server are one line on standard error."""
     try:
         app()
-    except (AnabranchError, BaseExceptionGroup) as error:
-        if not isinstance(leaf(error), AnabranchError):
-            raise
-        _fail(str(leaf(error)))
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        from redis.exceptions import RedisError
+
+        if not isinstance(leaf(error), AnabranchError | RedisError):
+            raise
+        _fail(str(leaf(error)))
 
 
 def _fail(text: str) -> None:

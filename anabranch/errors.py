@@ -9,6 +9,7 @@ allowed and what to do next::
     │   └── UrlError              a run URL
     ├── ServerError               the Redis or Valkey server
     │   ├── UnsuitableServer      reached, but too old or evicting
+    │   ├── CommandRefused        reached, but it does not do what we ask: permission, limit, type of a key
     │   └── ServerUnreachable     not reached
     ├── MessageError              a message from another member that cannot be used
     │   ├── MalformedMessage      not decodable, or not what the schema says
@@ -52,6 +53,15 @@ class ServerError(AnabranchError):
 
 class UnsuitableServer(ServerError):
     """The server was reached but is too old, or may evict keys."""
+
+
+class CommandRefused(ServerError):
+    """The server does not carry out a command, and will not later; the message names command and remedy."""
+
+    def __init__(self, message: str, code: str = "ERR") -> None:
+        """`code`: first word of the server's reply, such as NOPERM."""
+        super().__init__(message)
+        self.code = code
 
 
 class ServerUnreachable(ServerError):

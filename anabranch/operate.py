@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch._version import VERSION
 from anabranch.errors import UsageError
 from anabranch.orchestrator.core.view import ledger_rows
-from anabranch.queue.connection import check_server, connect
+from anabranch.queue.connection import check_server, connect, plainly
 from anabranch.queue.control import send_command
 from anabranch.queue.keys import Keys
 from anabranch.queue.messages import unpack
@@ -83,7 +83,8 @@ async def _operator(url: RunUrl) -> AsyncIterator[Redis]:
         redis = connect(url, name="anabranch-operator")
         stack.push_async_callback(redis.aclose)
         await check_server(redis, url)
-        yield redis
+        with plainly(url):
+            yield redis
 
 
 async def _send(redis: Redis, url: RunUrl, action: str, key: str, value: Any, by: str) -> str:

@@ -13,9 +13,7 @@ import logging
 from contextlib import suppress
 from functools import partial
 
-from redis.exceptions import ResponseError
-
-from anabranch.errors import LeadershipLost
+from anabranch.errors import LeadershipLost, ServerError
 from anabranch.faults import fail_at
 from anabranch.orchestrator.checkpoint import Restored, Snapshot, take_snapshot
 from anabranch.orchestrator.context import Context
@@ -32,7 +30,7 @@ from anabranch.orchestrator.scribe import Scribe
 from anabranch.orchestrator.tape import Event as TapeEvent
 from anabranch.orchestrator.working import Working
 from anabranch.queue import messages
-from anabranch.queue.connection import OUTAGE
+from anabranch.queue.patience import STALL
 from anabranch.queue.scripts import Transaction, WriteRefused, Written
 
 log = logging.getLogger("anabranch.synchronizer")
@@ -87,7 +85,7 @@ class Leading:
 
         So whoever leads next need not suspect a server that was stopped and started in between.
         """
-        with suppress(LeadershipLost, WriteRefused, *OUTAGE, ResponseError):
+        with suppress(LeadershipLost, WriteRefused, ServerError, *STALL):
             async with asyncio.timeout(PART_S):
                 await self._context.writer.write(self._scribe.parting())
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
+from anabranch.errors import CommandRefused
 from anabranch.faults import fail_at
 from anabranch.orchestrator.context import Context
 from anabranch.orchestrator.core.events import Event, MemorySeen, Troubled
 from anabranch.orchestrator.inboxes import Inboxes
 from anabranch.queue.connection import OUTAGE
-from anabranch.queue.patience import LONGEST_S, REPLY_S
+from anabranch.queue.patience import LONGEST_S, REPLY_S, STALL
+from anabranch.queue.refusals import is_passing, refused
 from anabranch.queue.streams import Entry
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+log = logging.getLogger("anabranch.synchronizer")
 
 BLOCK_S = 0.2  # a read that waits sees streams that were followed meanwhile no later
 MEMORY_EVERY_S = 1.0  # between two looks at how full the server is
@@ -45,7 +50,7 @@ class Listening:
 
     async def drain(self) -> None:
         """Read what is there before a timer may fire."""
-        with suppress(*OUTAGE, ResponseError):  # the reading task deals with those
+        with suppress(CommandRefused, *STALL):  # the reading task deals with those
             async with asyncio.timeout(REPLY_S):
                 self._take(await self.inboxes.read(self._context.redis, None))
 
@@ -60,15 +65,17 @@ class Listening:
                 entries = await self._context.persist(
                     lambda: self.inboxes.read(redis, int(BLOCK_S * 1000)), "read streams", reading=True
                 )
-            except ResponseError as error:
+            except CommandRefused as error:
                 await self._drop_damaged(error)
                 continue
             fail_at("after read")
             self._take(entries)
 
-    async def _drop_damaged(self, error: ResponseError) -> None:
+    async def _drop_damaged(self, error: CommandRefused) -> None:
         """A member made something else of its stream: it is not read any more, the others are."""
         context = self._context
+        if error.code != "WRONGTYPE":
+            raise error
         damaged = await context.persist(lambda: self.inboxes.drop_damaged(context.redis), "look for a damaged stream")
         if not damaged:
             raise error
@@ -89,7 +96,9 @@ class Listening:
                             break
                     elif message["type"] == "message":
                         self.inboxes.knocked(message["data"].decode(errors="replace"), self._members())
-            except OUTAGE:
+            except STALL as error:
+                if isinstance(error, ResponseError) and not is_passing(error):
+                    raise refused(error, ("SUBSCRIBE", self._context.keys.knock)) from None
                 await asyncio.sleep(LONGEST_S / 4)
             finally:
                 with suppress(*OUTAGE):
@@ -98,7 +107,13 @@ class Listening:
     async def _watch_memory(self) -> None:
         context = self._context
         while True:
-            info: dict[str, Any] = await context.persist(lambda: context.redis.info("memory"), "look at the memory")
+            try:
+                info: dict[str, Any] = await context.persist(
+                    lambda: context.redis.info("memory"), "look at the memory"
+                )
+            except CommandRefused as error:
+                log.info("how full the server is cannot be seen: %s", error)
+                return
             limit = int(info.get("maxmemory", 0))
             used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
             self._events.put_nowait(MemorySeen(used / limit if limit else 0.0))

@@ -16,7 +16,7 @@ from anabranch.orchestrator.loading import put_back
 from anabranch.orchestrator.scribe import Scribe
 from anabranch.orchestrator.store import read_stored
 from anabranch.orchestrator.tape import Tape
-from anabranch.queue.connection import check_server, connect
+from anabranch.queue.connection import check_server, connect, plainly
 from anabranch.queue.keys import Keys
 from anabranch.queue.records import read_tape
 from anabranch.queue.scripts import FencedWriter
@@ -37,6 +37,7 @@ async def restore(url: RunUrl, where: str, *, force: bool = False) -> str:
         redis = connect(url, name="anabranch-restore")
         stack.push_async_callback(redis.aclose)
         info = await check_server(redis, url)
+        stack.enter_context(plainly(url))
         writer = FencedWriter(redis, keys, f"restore-{secrets.token_hex(4)}")
         if (holder := await writer.acquire(LEASE_S)) is not None:
             raise UsageError(f"run {url.run!r} is led by {holder.owner}: end its synchronizer first, then restore")

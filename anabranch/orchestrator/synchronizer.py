@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anabranch.errors import AnabranchError, Fenced, LeadershipLost, SchemaMismatch, ServerChanged
+from anabranch.errors import AnabranchError, Fenced, LeadershipLost, SchemaMismatch, ServerChanged, ServerError
 from anabranch.loops import leaf
 from anabranch.orchestrator.checkpoint import Checkpoints, Restored
 from anabranch.orchestrator.clock import SteadyClock
@@ -25,7 +25,7 @@ from anabranch.orchestrator.journal import DEFAULT_MB, Journal
 from anabranch.orchestrator.leading import Leading
 from anabranch.orchestrator.loading import load_run
 from anabranch.orchestrator.tape import Tape
-from anabranch.queue.connection import OUTAGE, ServerLife, check_server, connect
+from anabranch.queue.connection import ServerLife, check_server, connect
 from anabranch.queue.keys import Keys, fragment_field
 from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
 from anabranch.queue.records import read_run
@@ -254,7 +254,7 @@ class Synchronizer:
         return bool(found)
 
     async def _release(self, writer: FencedWriter) -> None:
-        with suppress(LeadershipLost, *OUTAGE):
+        with suppress(LeadershipLost, ServerError, *STALL):
             async with asyncio.timeout(RELEASE_S):
                 await writer.renew(0)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from anabranch.errors import BlobMissing, LeadershipLost, PayloadError
+from anabranch.errors import BlobMissing, LeadershipLost, PayloadError, ServerError
 from anabranch.orchestrator.context import Context
 from anabranch.orchestrator.core.events import Event, Fetched, FetchFailed, InitFailed, InitReady, Merged, Offer
 from anabranch.orchestrator.core.instructions import Fetch, FetchInit, Instruction, Merge
@@ -67,7 +67,7 @@ class Working:
             newborn = await self._context.persist(
                 lambda: self._vault.take_init(order.message), "fetch version 0", bounded=False
             )
-        except LeadershipLost:
+        except (LeadershipLost, ServerError):
             raise
         except Exception as error:  # whatever a member sent may not end the run
             log.debug("version 0 refused", exc_info=True)

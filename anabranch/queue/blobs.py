@@ -12,11 +12,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
-from redis.exceptions import ResponseError
 
-from anabranch.errors import BlobCorrupt, BlobMissing
+from anabranch.errors import BlobCorrupt, BlobMissing, CommandRefused
 from anabranch.loops import leaf
-from anabranch.queue.connection import is_passing
+from anabranch.queue.connection import LEAST_BULK_BYTES, bulk_limit
 from anabranch.queue.messages import Claim
 from anabranch.queue.scripts import chunk_keys
 
@@ -35,9 +34,16 @@ _CHUNK_S = 180.0  # for one chunk: enough for 0.2 Mbit/s
 _CONCURRENT = 4  # chunks on the wire at a time: bounds memory, keeps the pipe full
 
 
-def make_claim(owner: str, data: memoryview, codec: str, blob_id: str | None = None) -> Claim:
-    """Hash `data` chunk by chunk into a claim check. CPU-bound: call it off the event loop when large."""
-    chunk_bytes = max(CHUNK_BYTES, -(-data.nbytes // _MOST_CHUNKS))
+def make_claim(
+    owner: str, data: memoryview, codec: str, blob_id: str | None = None, most_bytes: int | None = None
+) -> Claim:
+    """Hash `data` chunk by chunk into a claim check. CPU-bound: call it off the event loop when large.
+
+    `most_bytes`: of one chunk, as the server allows (None: unknown). A blob that then has too many chunks for its
+    claim gets larger ones all the same: the server's refusal names its setting.
+    """
+    chunk_bytes = min(CHUNK_BYTES, most_bytes or CHUNK_BYTES)
+    chunk_bytes = max(chunk_bytes, -(-data.nbytes // _MOST_CHUNKS))
     hashes = [hashlib.sha256(part).digest() for part in _chunks(data, chunk_bytes)]
     return Claim(
         owner=owner,
@@ -70,7 +76,9 @@ class RedisBlobs:
     async def put(self, owner: str, data: memoryview, codec: str, ttl_s: float) -> Claim:
         """Upload under a fresh id; every chunk expires after `ttl_s` unless refreshed or kept."""
         data = data.cast("B")
-        claim = await _off_loop(data.nbytes, make_claim, owner, data, codec)
+        # Asked each time: it may be lowered while we run, and costs little beside an upload.
+        most = await bulk_limit(self._redis) if data.nbytes > LEAST_BULK_BYTES else None
+        claim = await _off_loop(data.nbytes, make_claim, owner, data, codec, most_bytes=most)
         await self.put_again(claim, data, ttl_s)
         return claim
 
@@ -108,8 +116,8 @@ class RedisBlobs:
             async with asyncio.timeout(_CHUNK_S):
                 data: Any = await self._redis.getrange(key, 0, size)
                 gone = not data and await self._redis.exists(key) == 0
-        except ResponseError as error:
-            if is_passing(error):
+        except CommandRefused as error:
+            if error.code != "WRONGTYPE":
                 raise
             raise BlobCorrupt(f"{key} is no chunk: {error}") from None
         if gone:
@@ -118,10 +126,8 @@ class RedisBlobs:
 
     async def refresh(self, claim: Claim, ttl_s: float) -> bool:
         """Restart the TTL; False if a chunk is gone."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for key in chunk_keys(self._keys, claim):
-                pipe.pexpire(key, int(ttl_s * 1000))
-            return all(await pipe.execute())
+        ttl_ms = int(ttl_s * 1000)
+        return all(await asyncio.gather(*[self._redis.pexpire(key, ttl_ms) for key in chunk_keys(self._keys, claim)]))
 
     async def delete(self, claim: Claim) -> None:
         await self._redis.unlink(*chunk_keys(self._keys, claim))

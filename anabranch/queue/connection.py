@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, NoScriptError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from anabranch.errors import ServerChanged, ServerUnreachable, UnsuitableServer
+from anabranch.errors import CommandRefused, ServerChanged, ServerUnreachable, UnsuitableServer
+from anabranch.queue.refusals import is_passing, largest, perhaps_too_large, refused, too_large
 from anabranch.queue.url import RunUrl
 
 #: What a lost or silent connection raises; everybody who talks to Redis retries on these.
 OUTAGE = (RedisConnectionError, RedisTimeoutError, OSError)
 
-#: Errors of a server that pass by themselves: failing over, loading, out of disk, busy, without replicas.
-_PASSING = ("READONLY", "LOADING", "MISCONF", "MASTERDOWN", "BUSY", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "OOM")
-
 CONNECT_S = 10.0
 OLDEST_REDIS = (7, 0)
+LEAST_BULK_BYTES = 1024 * 1024  # no server's proto-max-bulk-len is lower
+
+
+async def _greet(connection: Any) -> None:
+    """redis-py's greeting, without the connection's name for a user that may not give one."""
+    try:
+        await connection.on_connect()
+    except NoPermissionError:
+        if connection.client_name is None:
+            raise
+        connection.client_name = None
+        await connection.on_connect()
 
 
 class ServerLife:
@@ -38,9 +50,12 @@ class ServerLife:
 
     async def greet(self, connection: Any) -> None:
         """redis-py's `redis_connect_func`: the usual greeting, then the question who answers."""
-        await connection.on_connect()
+        await _greet(connection)
         await connection.send_command("INFO", "server")
-        reply = await connection.read_response()
+        try:
+            reply = await connection.read_response()
+        except ResponseError:  # INFO is not permitted: then lives are not told apart
+            reply = b""
         found = re.search(rb"^run_id:(\w+)", reply, re.MULTILINE) if isinstance(reply, bytes) else None
         run_id = found[1].decode() if found is not None else None
         if self.run_id is None:
@@ -48,6 +63,54 @@ class ServerLife:
         elif run_id != self.run_id:
             await connection.disconnect()
             raise ServerChanged("the server was started again, or another one took its place")
+
+
+class _Client(Redis):
+    """The border: an error reply that does not pass by itself leaves as `CommandRefused`."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except NoScriptError:  # redis-py loads the script, and tries again
+            raise
+        except ResponseError as error:
+            if is_passing(error):
+                raise
+            await self._check_size(args)
+            raise refused(error, args) from None
+        except OUTAGE as error:
+            if largest(args) <= LEAST_BULK_BYTES:
+                raise
+            # A server closes the connection on a value it does not take, often before its reply is read.
+            await self._check_size(args)
+            raise RedisConnectionError(f"{error}; {perhaps_too_large(args)}") from None
+
+    async def _check_size(self, args: tuple[Any, ...]) -> None:
+        if largest(args) > LEAST_BULK_BYTES:
+            limit = await bulk_limit(self)
+            if limit is not None and largest(args) > limit:
+                raise too_large(args, limit)
+
+
+async def bulk_limit(redis: Redis) -> int | None:
+    """Bytes of the longest value that the server takes; None if it does not say."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            found: Any = await redis.config_get("proto-max-bulk-len")
+    except (CommandRefused, RedisError, OSError):
+        return None
+    limit = next(iter(found.values()), None)
+    return int(limit) if limit is not None and int(limit) > 0 else None
+
+
+@contextmanager
+def plainly(url: RunUrl) -> Iterator[None]:
+    """For whoever waits for nothing: in this block an outage is a `ServerError` of one line, too."""
+    try:
+        yield
+    except (RedisError, TimeoutError, ConnectionResetError) as error:
+        said = " ".join(str(error).split()) or "no answer"
+        raise ServerUnreachable(f"{url.redacted}: {said}; try again once the server is well") from None
 
 
 class _Pool(BlockingConnectionPool):
@@ -79,21 +142,23 @@ def connect(
         protocol=2,
         retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries),
         **({} if url.server.startswith("unix:") else {"socket_keepalive": True}),
-        **({} if life is None else {"redis_connect_func": life.greet}),
+        redis_connect_func=_greet if life is None else life.greet,
     )
-    return Redis.from_pool(pool)
-
-
-def is_passing(error: ResponseError) -> bool:
-    """Whether the same command may succeed later."""
-    return isinstance(error, ReadOnlyError | OutOfMemoryError) or str(error).startswith(_PASSING)
+    return _Client.from_pool(pool)
 
 
 async def check_server(redis: Redis, url: RunUrl) -> dict[str, Any]:
-    """Read INFO (managed servers block CONFIG) and refuse a server that is too old or may evict keys."""
+    """Read INFO (managed servers block CONFIG) and refuse a server that is too old or may evict keys.
+
+    Whether it is cannot be told where INFO is not permitted: then {}.
+    """
     try:
         async with asyncio.timeout(CONNECT_S):
             info: dict[str, Any] = await redis.info()
+    except CommandRefused as error:
+        if error.code != "NOPERM":
+            raise
+        return {}
     except AuthenticationError as error:
         raise ServerUnreachable(f"{url.redacted}: {error}; put user:password@ before the host") from None
     except (RedisError, OSError) as error:

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from redis.exceptions import ResponseError
 
-from anabranch.queue.connection import OUTAGE, is_passing
+from anabranch.queue.connection import OUTAGE
+from anabranch.queue.refusals import is_passing
 
 FIRST_S, LONGEST_S = 0.05, 2.0
 REPLY_S = 15.0  # a server that has not answered by then is out; blocking reads ask for far less

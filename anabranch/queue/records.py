@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from anabranch._version import VERSION
-from anabranch.errors import MalformedMessage, SchemaMismatch
+from anabranch.errors import CommandRefused, MalformedMessage, SchemaMismatch
 from anabranch.merge.fragments import Layout
 from anabranch.queue.keys import BROADCAST_FIELD, HEAD_FIELD, SPECS, Keys, fragment_field, own_field, run_of
 from anabranch.queue.messages import (
@@ -130,8 +130,11 @@ async def read_run(redis: Redis, keys: Keys) -> RunRecord | None:
 
 
 async def no_such_run(redis: Redis, run: str) -> str:
-    """In one sentence: it is not there, and which are."""
-    found = sorted({run_of(key.decode()) async for key in redis.scan_iter(SPECS, count=1000)})
+    """In one sentence: it is not there, and which are, as far as we may look."""
+    try:
+        found = sorted({run_of(key.decode()) async for key in redis.scan_iter(SPECS, count=1000)})
+    except CommandRefused:  # SCAN is not permitted
+        return f"no run {run!r} on this server"
     there = f"there are: {', '.join(found[:RUNS_NAMED])}" if found else "there is none"
     return f"no run {run!r} on this server; {there}"
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import anabranch
-from anabranch.errors import LayoutMismatch, MemberRefused, ServerUnreachable, UsageError
+from anabranch.errors import CommandRefused, LayoutMismatch, MemberRefused, ServerUnreachable, UsageError
 from anabranch.model import Float32, unflatten
 from anabranch.queue.control import send_command
 from anabranch.spec import RunSpec
@@ -84,6 +84,25 @@ async def train_until(session: Session, model: torch.nn.Module, run: Bench, vers
         return bool(run.versions()) and min(run.versions()) >= version
 
     await wait_until(reached, f"version {version}")
+
+
+async def test_a_permission_taken_away_meanwhile_is_an_error_of_ours(server_factory: ServerFactory) -> None:
+    model, admin = tiny(), server_factory()
+    async with bench(f"{admin.url}?run=few", spec_of("few")) as run:
+        await run.redis.execute_command("ACL", "SETUSER", "few", "on", ">secret", "~*", "&*", "+@all")  # type: ignore[no-untyped-call]
+        url = f"{admin.url.replace('redis://', 'redis://few:secret@')}?run=few"
+        session = await asyncio.to_thread(anabranch.join, url, model, name="w")
+        assert isinstance(session, Session)
+        await run.redis.execute_command("ACL", "SETUSER", "few", "-xadd")  # type: ignore[no-untyped-call]
+
+        def step() -> None:
+            while True:
+                train_step(session, model)
+
+        with pytest.raises(CommandRefused, match=r"XADD .*'xadd'.*ACL SETUSER"):
+            await asyncio.to_thread(step)
+        await asyncio.to_thread(session.close)
+    assert not _io_threads()
 
 
 # --- joining ----------------------------------------------------------------------------------------------

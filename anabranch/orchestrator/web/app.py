@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from anabranch._version import VERSION
-from anabranch.errors import ServerError
+from anabranch.errors import CommandRefused, ServerError
 from anabranch.orchestrator.core.view import ledger_rows, view
-from anabranch.queue.connection import OUTAGE, connect
+from anabranch.queue.connection import connect
 from anabranch.queue.control import send_command
+from anabranch.queue.patience import STALL
 
 if TYPE_CHECKING:
     from anabranch.orchestrator.synchronizer import Synchronizer
@@ -238,8 +239,9 @@ async def _control(request: web.Request) -> web.Response:
     try:
         async with asyncio.timeout(CONTROL_S):
             await send_command(redis, synchronizer.keys, action, by="page")
-    except OUTAGE:
-        raise web.HTTPServiceUnavailable(text="Redis does not answer; nothing was asked for\n") from None
+    except (CommandRefused, *STALL) as error:
+        said = str(error) or "Redis does not answer"
+        raise web.HTTPServiceUnavailable(text=f"{said}; nothing was asked for\n") from None
     finally:
         await redis.aclose()
     return web.json_response({"ok": True, "action": action}, status=202)

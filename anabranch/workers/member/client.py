@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
+from anabranch.errors import ServerError
 from anabranch.loops import leaf, run_async
 from anabranch.merge.fragments import Layout
 from anabranch.queue import messages
@@ -193,7 +194,7 @@ class Client:
             async with asyncio.timeout(farewell_s(within_s)):
                 await self._heart.report()
                 await life.post(message)
-        except STALL as error:
+        except (ServerError, *STALL) as error:
             log.warning("no farewell: %s", str(error) or "the server does not answer")
         self._sum_up(f"left ({reason})")
 

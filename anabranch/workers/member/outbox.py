@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from anabranch.errors import ServerError
 from anabranch.faults import fail_at
 from anabranch.queue import messages
 from anabranch.queue.patience import REPLY_S, STALL
@@ -152,6 +153,6 @@ class Outbox:
         return await self._line.persist(partial(self._blobs.refresh, claim, self._ttl_s), "refresh a payload")
 
     async def _discard(self, claim: messages.Claim) -> None:
-        with suppress(*STALL):
+        with suppress(ServerError, *STALL):  # it runs out by itself
             async with asyncio.timeout(REPLY_S):
                 await self._blobs.delete(claim)
