@@ -13,8 +13,7 @@ from anabranch.orchestrator.core.view import ledger_rows
 from anabranch.queue.connection import check_server, connect, plainly
 from anabranch.queue.control import send_command
 from anabranch.queue.keys import Keys
-from anabranch.queue.messages import unpack
-from anabranch.queue.records import no_such_run, read_run
+from anabranch.queue.records import no_such_run, read_event, read_picture, read_run
 from anabranch.queue.url import RunUrl
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ async def obeyed(
             # Not polled for: after a stop the server itself may end within a moment.
             found: Any = await redis.xread({keys.tape: after}, block=LOOK_MS)
             for entry, fields in found[0][1] if found else ():
-                after, event = entry.decode(), unpack(fields[b"e"])
-                if event.get("command") != identity:
+                after, event = entry.decode(), read_event(fields)
+                if event is None or event.get("command") != identity:
                     continue
                 if event["kind"] == "refused":
                     raise UsageError(event["reason"])
@@ -107,9 +106,9 @@ async def status(url: RunUrl) -> dict[str, Any]:
             phase = await no_such_run(redis, url.run)
             return {"release": VERSION, "run": url.run, "phase": phase, "leader": False}
         entries: Any = await redis.xrevrange(keys.tape, count=EVENTS_SHOWN)
-    shown = unpack(stored)
+    shown = read_picture(stored)
     if holder is None and shown["phase"] != "stopped":
         shown["phase"] = "no synchronizer leads this run"
-    events = [unpack(fields[b"e"]) for _, fields in reversed(entries)]
+    events = [event for _, fields in reversed(entries) if (event := read_event(fields)) is not None]
     spoken = {"release": record.release, "schema": record.schema} if record is not None else {"release": VERSION}
     return {**spoken, **shown, "leader": holder is not None, "ledger": ledger_rows(shown), "events": events}

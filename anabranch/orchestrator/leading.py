@@ -13,7 +13,7 @@ import logging
 from contextlib import suppress
 from functools import partial
 
-from anabranch.errors import LeadershipLost, ServerError
+from anabranch.errors import LeadershipLost, ServerChanged, ServerError
 from anabranch.faults import fail_at
 from anabranch.orchestrator.checkpoint import Restored, Snapshot, take_snapshot
 from anabranch.orchestrator.context import Context
@@ -221,7 +221,7 @@ class Leading:
                 return await context.persist(lambda: context.writer.write(transaction), "write")
             except WriteRefused as error:
                 if not str(error).startswith("missing"):
-                    raise
+                    raise ServerChanged(f"somebody else wrote to the run ({error})") from None
                 log.warning("%s: uploading again", error)
                 # Only what this or a later commit keeps: a TTL on a version that stands would delete the model.
                 own = [*vault.versions, *(vault.newborn[1] if vault.newborn is not None else [])]

@@ -22,7 +22,7 @@ from anabranch.orchestrator.core import copies, timelines
 from anabranch.orchestrator.core.ledger import Account
 from anabranch.orchestrator.core.record import core_record, member_record, restore
 from anabranch.orchestrator.core.state import State
-from anabranch.orchestrator.store import Stored, check_same, load_tensors, read_stored
+from anabranch.orchestrator.store import Stored, check_same, load_tensors, make_room, read_stored
 from anabranch.orchestrator.vault import Vault
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.keys import Keys
@@ -81,6 +81,7 @@ async def _load(context: Context, memory: Restored | None) -> Loaded:
     stored: Stored = await context.persist(
         lambda: read_stored(context.redis, context.keys, context.spec, nonce, now), "read the stored run"
     )
+    await _make_room(context, damaged=False)
     state, place = stored.state, _stored_place(stored)
     vault = Vault(state.spec, RedisBlobs(context.redis, context.keys))
     if memory is not None and copies.is_overtaken(_place(memory), place):
@@ -106,15 +107,21 @@ def _schema(stored: Stored) -> int:
     return stored.record.schema if any(m.live for m in stored.state.members.values()) else SCHEMA
 
 
+async def _make_room(context: Context, *, damaged: bool) -> None:
+    make = partial(make_room, context.redis, context.writer, context.keys, damaged=damaged)
+    if names := await context.persist(make, "rename what is damaged"):
+        log.error("damaged: %s; renamed to …:damaged", ", ".join(names))
+
+
 async def _load_tensors(context: Context, stored: Stored, vault: Vault) -> str | None:
-    """Fetch Θ and momentum; what is wrong with them, or None."""
+    """Fetch Θ and momentum; what is wrong with what is stored, or None."""
     layout = stored.record.layout
-    if not stored.state.born:
-        return None
+    if stored.damage is not None or not stored.state.born:
+        return stored.damage
     if layout is None:
         return "its stored layout is gone"
     try:
-        load = partial(load_tensors, context.redis, context.keys, vault, layout)
+        load = partial(load_tensors, context.redis, context.keys, vault, layout, stored.state)
         await context.persist(load, "fetch the model", bounded=False)
     except (MessageError, PayloadError) as error:
         return f"the stored model is damaged ({error})"
@@ -158,6 +165,8 @@ async def _put_back(context: Context, stored: Stored, copy: Restored, suspicion:
     spec = parse_spec(copy.manifest["spec"])
     check_same(context.keys.run, context.spec, spec)
     run, now = context.keys.run, context.clock.now
+    if stored.damage is not None:
+        await _make_room(context, damaged=True)
     loaded = await put_back(run, context.redis, context.persist, stored, copy, spec, nonce, now)
     loaded.returned = f"{suspicion}: restored from {copy.location}, {copy.tokens:,} tokens applied"
     return loaded

@@ -14,7 +14,7 @@ from anabranch.orchestrator.core.events import Returned
 from anabranch.orchestrator.core.port import Core
 from anabranch.orchestrator.loading import put_back
 from anabranch.orchestrator.scribe import Scribe
-from anabranch.orchestrator.store import read_stored
+from anabranch.orchestrator.store import make_room, read_stored
 from anabranch.orchestrator.tape import Tape
 from anabranch.queue.connection import check_server, connect, plainly
 from anabranch.queue.keys import Keys
@@ -50,6 +50,8 @@ async def restore(url: RunUrl, where: str, *, force: bool = False) -> str:
                 f"{copy.location} ({copy.tokens:,} tokens) in its place"
             )
         spec = parse_spec({**copy.manifest["spec"], "name": url.run})
+        if stored.damage is not None:
+            await make_room(redis, writer, keys, damaged=True)
         loaded = await put_back(url.run, redis, _once, stored, copy, spec, nonce, 0.0)
         stack.callback(loaded.vault.close)
         tape = Tape(None)

@@ -18,6 +18,8 @@ one slot of a Redis Cluster), s is the shard. Type and content of each:
 | `knock` | pub/sub channel | members | a worker's name |
 | `blob:<owner>:<id>:<n>` | string | owner | one chunk of a payload |
 
+A key that could not be read is renamed to `NAME:damaged` before a copy of the run takes its place.
+
 Fields of `state`, and who else reads them:
 
 | field | read by | content |

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from anabranch._version import VERSION
-from anabranch.errors import CommandRefused, MalformedMessage, SchemaMismatch
+from anabranch.errors import CommandRefused, MalformedMessage, SchemaMismatch, SpecError
 from anabranch.merge.fragments import Layout
 from anabranch.queue.keys import BROADCAST_FIELD, HEAD_FIELD, SPECS, Keys, fragment_field, own_field, run_of
 from anabranch.queue.messages import (
@@ -33,6 +35,14 @@ M = TypeVar("M", bound=Message)
 
 RUNS_NAMED = 12  # in an error
 
+#: What reading a record raises that is not what it should be: bytes of any kind may lie there.
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+def said(error: BaseException) -> str:
+    """What is wrong with a record, in a few words."""
+    return f"{type(error).__name__} {' '.join(str(error).split()):.200}"
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -56,17 +66,20 @@ class RunRecord:
 
     @classmethod
     def unpack(cls, data: bytes) -> RunRecord:
-        """`SchemaMismatch` if the run speaks a schema that this release does not."""
-        value = unpack(data)
-        schema, release = value["schema"], value["release"]
-        if not OLDEST_SCHEMA <= schema <= SCHEMA:
-            raise SchemaMismatch(
-                f"the run speaks schema {schema} (anabranch {release}), this is anabranch {VERSION}, which speaks "
-                f"{OLDEST_SCHEMA} to {SCHEMA}: pip install anabranch=={release}"
-            )
-        layout = value["layout"]
-        spec = parse_spec(value["spec"])
-        return cls(spec, Layout.from_wire(layout) if layout is not None else None, schema, release)
+        """`SchemaMismatch` if the run speaks a schema that this release does not, `MalformedMessage` if damaged."""
+        try:
+            value = unpack(data)
+            schema, release = value["schema"], value["release"]
+            if not OLDEST_SCHEMA <= schema <= SCHEMA:
+                raise SchemaMismatch(
+                    f"the run speaks schema {schema} (anabranch {release}), this is anabranch {VERSION}, which "
+                    f"speaks {OLDEST_SCHEMA} to {SCHEMA}: pip install anabranch=={release}"
+                )
+            layout = value["layout"]
+            spec = parse_spec(value["spec"])
+            return cls(spec, Layout.from_wire(layout) if layout is not None else None, schema, release)
+        except (*DAMAGE, SpecError) as error:
+            raise MalformedMessage(f"the stored definition is damaged: {said(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -115,13 +128,31 @@ async def read_tape(redis: Redis, keys: Keys, after: int, page: int = 1000) -> l
     while True:
         entries: Any = await redis.xrevrange(keys.tape, max=end, count=page)
         for _, fields in entries:
-            event = unpack(fields[b"e"])
+            if (event := read_event(fields)) is None:
+                continue
             if event["id"] <= after:
                 return newest_first[::-1]
             newest_first.append(event)
         if len(entries) < page:
             return newest_first[::-1]
         end = f"({entries[-1][0].decode()}"
+
+
+def read_event(fields: Mapping[bytes, bytes]) -> dict[str, Any] | None:
+    """An entry of the tape; None if it cannot be read: nothing is decided by it."""
+    with suppress(KeyError, MalformedMessage):
+        event = unpack(fields[b"e"])
+        if isinstance(event, dict) and isinstance(event.get("id"), int) and {"kind", "reason"} <= event.keys():
+            return event
+    return None
+
+
+def read_picture(data: bytes) -> dict[str, Any]:
+    """What the leader stored for `anabranch status`; `MalformedMessage` if damaged."""
+    picture = unpack(data)
+    if not isinstance(picture, dict) or not {"phase", "members", "departed"} <= picture.keys():
+        raise MalformedMessage("the stored picture is damaged: the leader stores another within a second")
+    return picture
 
 
 async def read_run(redis: Redis, keys: Keys) -> RunRecord | None:
@@ -137,6 +168,13 @@ async def no_such_run(redis: Redis, run: str) -> str:
         return f"no run {run!r} on this server"
     there = f"there are: {', '.join(found[:RUNS_NAMED])}" if found else "there is none"
     return f"no run {run!r} on this server; {there}"
+
+
+def _number(data: bytes | None) -> int:
+    try:
+        return int(data or b"0")
+    except ValueError:
+        raise MalformedMessage(f"the number of the last broadcast entry is {data!r:.40}") from None
 
 
 async def read_snapshot(
@@ -160,5 +198,5 @@ async def read_snapshot(
         head,
         tuple(FragmentRecord(item.version, item.claim, head.timeline) for item in heads),
         own if own is not None and nonce in (None, own.nonce) else None,
-        int(broadcast or b"0"),
+        _number(broadcast),
     )

@@ -146,6 +146,7 @@ class FencedWriter:
         self._write = redis.register_script(load_script("fenced_write"))
         self._acquire = redis.register_script(load_script("acquire_lease"))
         self._renew = redis.register_script(load_script("renew_lease"))
+        self._set_aside = redis.register_script(load_script("set_aside"))
         self._number = 0
         self._unanswered: Transaction | None = None
         self.epoch = 0
@@ -171,6 +172,11 @@ class FencedWriter:
             keys=[self._keys.lease, self._keys.epoch], args=[self.token, self._owner, int(lease_s * 1000)]
         )
         self._check_fence(answer)
+
+    async def set_aside(self, names: Sequence[str]) -> None:
+        """Rename keys that cannot be read to `NAME:damaged`; `Fenced` if somebody else leads."""
+        pairs = [key for name in names for key in (name, f"{name}:damaged")]
+        self._check_fence(await self._set_aside(keys=[self._keys.epoch, *pairs], args=[self.token]))
 
     async def write(self, transaction: Transaction) -> Written:
         """Carry out a transaction. Safe to repeat after a lost reply: until an answer came, the number stays, and

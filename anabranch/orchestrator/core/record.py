@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgpack
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from anabranch.errors import MalformedMessage, SpecError
-from anabranch.orchestrator.core.ledger import Account
+from anabranch.orchestrator.core.ledger import COLUMNS, Account
 from anabranch.orchestrator.core.state import Member, State
 from anabranch.queue.messages import unpack
 from anabranch.spec import RunSpec, parse_spec
 
-_DAMAGE = (KeyError, IndexError, TypeError, AttributeError, ValidationError, SpecError)
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, SpecError)
 _STATE: TypeAdapter[State] = TypeAdapter(State)
 _MEMBER: TypeAdapter[Member] = TypeAdapter(Member)
 
@@ -108,10 +108,31 @@ def restore(
         for data in members:
             member = _restore_member(unpack(data), accounts, len(state.fragments), broadcast, now)
             state.members[member.incarnation] = member
+        _check(state)
         state.rounds = {n: r for n, r in state.rounds.items() if state.fragments[r.fragment].version == r.base}
     except _DAMAGE as error:
-        raise MalformedMessage(f"the stored state is damaged: {error!s:.200}") from None
+        said = f"{type(error).__name__} {' '.join(str(error).split()):.200}"
+        raise MalformedMessage(f"the stored state is damaged: {said}") from None
     return state
+
+
+def _check(state: State) -> None:
+    """What the core relies on and no type says; ValueError."""
+    count = len(state.fragments)
+    if [fragment.index for fragment in state.fragments] != list(range(count)):
+        raise ValueError("its fragments are not numbered from 0")
+    if any(not 0 <= round_.fragment < count for round_ in state.rounds.values()):
+        raise ValueError("a round is on a fragment that is not there")
+    for member in state.members.values():
+        account = member.account
+        lengths = {
+            len(member.adopted),
+            len(member.held),
+            len(member.known),
+            *(len(account.column(c)) for c in COLUMNS),
+        }
+        if lengths != {count}:
+            raise ValueError(f"incarnation {member.incarnation} has figures for other than {count} fragments")
 
 
 def _restore_member(

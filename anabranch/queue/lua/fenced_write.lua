@@ -37,6 +37,11 @@ if number ~= last_number + 1 then
   return {'lost', 'write ' .. number .. ' would follow ' .. last_number}
 end
 
+local broadcast = redis.call('HGET', KEYS[2], 'broadcast') or '0'
+if not string.match(broadcast, '^%d+$') then
+  return {'failed', 'state broadcast is not a number'}
+end
+
 local TYPES = {
   hset = 'hash', hincrby = 'hash', hdel = 'hash', absent = 'hash',
   xadd = 'stream', xdel = 'stream', trim = 'stream', drop_if_empty = 'stream', broadcast = 'stream',
@@ -77,7 +82,6 @@ while at <= #ARGV do
 end
 
 -- Second pass: writes only.
-local broadcast = redis.call('HGET', KEYS[2], 'broadcast') or '0'
 for _, operation in ipairs(operations) do
   local name, key, a = operation[1], operation[2], operation[3]
   if name == 'hset' then
