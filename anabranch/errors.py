@@ -24,7 +24,8 @@ allowed and what to do next::
     ├── IslandBroken              another rank of the same island is gone, or trains something else
     ├── LeadershipLost            this process has to load the run again before it may lead again
     │   ├── Fenced                a newer leader holds the run: this process must stop writing
-    │   └── ServerChanged         the server was started again, replaced, or lost acknowledged writes
+    │   ├── ServerChanged         the server was started again, replaced, or lost acknowledged writes
+    │   └── ServerUnfit           the server may evict keys by now: nothing is written until it may not
     └── CheckpointError           a checkpoint that is missing, incomplete or damaged
 """
 
@@ -126,6 +127,10 @@ class Fenced(LeadershipLost):
 
 class ServerChanged(LeadershipLost):
     """The server was started again, replaced, or lost writes that it had acknowledged."""
+
+
+class ServerUnfit(LeadershipLost):
+    """The server may evict keys by now; nothing is written until it may not."""
 
 
 class CheckpointError(AnabranchError):

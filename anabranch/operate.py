@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from redis.exceptions import ResponseError
+
 from anabranch._version import VERSION
-from anabranch.errors import UsageError
+from anabranch.errors import CommandRefused, UsageError
 from anabranch.orchestrator.core.view import ledger_rows
 from anabranch.queue.connection import check_server, connect, plainly
 from anabranch.queue.control import send_command
 from anabranch.queue.keys import Keys
 from anabranch.queue.records import no_such_run, read_event, read_picture, read_run
+from anabranch.queue.refusals import words
 from anabranch.queue.url import RunUrl
 
 if TYPE_CHECKING:
@@ -95,6 +98,17 @@ async def _send(redis: Redis, url: RunUrl, action: str, key: str, value: Any, by
     return await send_command(redis, keys, action, key=key, value=value, by=by)
 
 
+async def _refuses_writes(redis: Redis, keys: Keys) -> str | None:
+    """Why the leader cannot write: what it stored before says nothing of that. Asked with a write of nothing."""
+    try:
+        await redis.hdel(keys.state, "no such field")
+    except ResponseError as error:
+        return words(error)
+    except CommandRefused:  # our user may only read
+        pass
+    return None
+
+
 async def status(url: RunUrl) -> dict[str, Any]:
     """The same picture as the page's, read from what the leader stored (at most about a second old)."""
     keys = Keys(url.run)
@@ -106,8 +120,11 @@ async def status(url: RunUrl) -> dict[str, Any]:
             phase = await no_such_run(redis, url.run)
             return {"release": VERSION, "run": url.run, "phase": phase, "leader": False}
         entries: Any = await redis.xrevrange(keys.tape, count=EVENTS_SHOWN)
+        trouble = await _refuses_writes(redis, keys)
     shown = read_picture(stored)
-    if holder is None and shown["phase"] != "stopped":
+    if trouble is not None:
+        shown["phase"] = trouble
+    elif holder is None and shown["phase"] != "stopped":
         shown["phase"] = "no synchronizer leads this run"
     events = [event for _, fields in reversed(entries) if (event := read_event(fields)) is not None]
     spoken = {"release": record.release, "schema": record.schema} if record is not None else {"release": VERSION}

@@ -20,6 +20,7 @@ class SteadyClock:
     def __init__(self, source: Callable[[], float] = time.monotonic) -> None:
         self.hearing = True  # False: the streams cannot be read
         self._source = source
+        self._heard = source()
         self._last = source()
         self._now = 0.0
 
@@ -27,6 +28,17 @@ class SteadyClock:
     def now(self) -> float:
         """The last tick's reading."""
         return self._now
+
+    def hear(self, hearing: bool) -> None:
+        """The streams were read, or could not be."""
+        self.hearing = hearing
+        if hearing:
+            self._heard = self._source()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the streams were last read."""
+        return self._source() - self._heard
 
     def tick(self) -> float:
         """Advance and return the new reading."""

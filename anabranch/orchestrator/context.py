@@ -48,6 +48,7 @@ class Context:
     changed: asyncio.Event  # something happened: pages refresh
     fresh: bool  # this process has neither led nor stood by
     saw_model: bool  # the run was born: if the server holds none of it, that is a loss
+    lost: bool  # the term before this one found that the server lost writes, or was started again
     life: ServerLife
     redis: Redis
     writer: FencedWriter
@@ -77,9 +78,6 @@ class Context:
             what,
             log,
             timeout_s=REPLY_S if bounded else None,
-            on_state=self._hear if reading else None,
+            on_state=self.clock.hear if reading else None,
             outages=self.outages,
         )
-
-    def _hear(self, hearing: bool) -> None:
-        self.clock.hearing = hearing

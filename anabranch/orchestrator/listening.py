@@ -6,16 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from redis.exceptions import ResponseError
 
-from anabranch.errors import CommandRefused
+from anabranch.errors import CommandRefused, ServerUnfit
 from anabranch.faults import fail_at
 from anabranch.orchestrator.context import Context
 from anabranch.orchestrator.core.events import Event, MemorySeen, Troubled
 from anabranch.orchestrator.inboxes import Inboxes
-from anabranch.queue.connection import OUTAGE
+from anabranch.queue.connection import OUTAGE, crowded, look, unfit
 from anabranch.queue.patience import LONGEST_S, REPLY_S, STALL
 from anabranch.queue.refusals import is_passing, refused
 from anabranch.queue.streams import Entry
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("anabranch.synchronizer")
 
 BLOCK_S = 0.2  # a read that waits sees streams that were followed meanwhile no later
-MEMORY_EVERY_S = 1.0  # between two looks at how full the server is
+LOOK_EVERY_S = 1.0  # between two looks at the server
 KNOCKS_SILENT_S = 10.0  # without a word on the knock channel its connection is tried
 
 
@@ -44,9 +45,10 @@ class Listening:
 
     def begin(self) -> None:
         context = self._context
+        context.clock.hear(True)  # the run has just been loaded
         context.spawn(self._read(context.open("reader")), "read streams")
         context.spawn(self._listen(context.open("knocks")), "listen for knocks")
-        context.spawn(self._watch_memory(), "watch the server's memory")
+        context.spawn(self._watch_server(), "watch the server")
 
     async def drain(self) -> None:
         """Read what is there before a timer may fire."""
@@ -104,17 +106,15 @@ class Listening:
                 with suppress(*OUTAGE):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
 
-    async def _watch_memory(self) -> None:
+    async def _watch_server(self) -> None:
+        """How full it is, and whether it is still fit: somebody may change its settings at any time."""
         context = self._context
-        while True:
-            try:
-                info: dict[str, Any] = await context.persist(
-                    lambda: context.redis.info("memory"), "look at the memory"
-                )
-            except CommandRefused as error:
-                log.info("how full the server is cannot be seen: %s", error)
-                return
+        while info := await context.persist(partial(look, context.redis), "look at the server"):
+            if (reason := unfit(info)) is not None:
+                raise ServerUnfit(reason)
+            context.outages.note("clients", crowded(info))
             limit = int(info.get("maxmemory", 0))
             used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
             self._events.put_nowait(MemorySeen(used / limit if limit else 0.0))
-            await asyncio.sleep(MEMORY_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
+        log.info("INFO is not permitted: how full the server is, and whether it evicts keys, cannot be seen")

@@ -88,7 +88,8 @@ async def _load(context: Context, memory: Restored | None) -> Loaded:
         memory = None
     damage = await _load_tensors(context, stored, vault)
     life = stored.run_id, context.life.run_id
-    suspicion = copies.suspicion(born=state.born, damage=damage, had_memory=memory is not None, life=life)
+    lost = memory is not None and (context.lost or place is None or _place(memory) > place)
+    suspicion = copies.suspicion(born=state.born, damage=damage, lost=lost, life=life)
     newest = await _newest_copy(context, stored, memory) if suspicion is not None else None
     if newest is not None and copies.is_put_back(_place(newest), place, damage):
         vault.close()

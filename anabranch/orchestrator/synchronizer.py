@@ -16,7 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anabranch.errors import AnabranchError, Fenced, LeadershipLost, SchemaMismatch, ServerChanged, ServerError
+from anabranch.errors import (
+    AnabranchError,
+    Fenced,
+    LeadershipLost,
+    SchemaMismatch,
+    ServerChanged,
+    ServerError,
+    ServerUnfit,
+)
 from anabranch.loops import leaf
 from anabranch.orchestrator.checkpoint import Checkpoints, Restored
 from anabranch.orchestrator.clock import SteadyClock
@@ -25,10 +33,11 @@ from anabranch.orchestrator.journal import DEFAULT_MB, Journal
 from anabranch.orchestrator.leading import Leading
 from anabranch.orchestrator.loading import load_run
 from anabranch.orchestrator.tape import Tape
-from anabranch.queue.connection import ServerLife, check_server, connect
+from anabranch.queue.connection import ServerLife, check_server, connect, look, unfit
 from anabranch.queue.keys import Keys, fragment_field
 from anabranch.queue.patience import REPLY_S, STALL, Outages, persist
 from anabranch.queue.records import read_run
+from anabranch.queue.refusals import NO_ANSWER
 from anabranch.queue.scripts import FencedWriter, Holder
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
@@ -43,6 +52,11 @@ log = logging.getLogger("anabranch.synchronizer")
 
 T = TypeVar("T")
 
+UNFIT_S = 1.0  # between two looks at a server that is not fit
+QUICK_S = 10.0  # a term that ends sooner with a server that changed is waited after, from the third on
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+SILENT_HEARTBEATS = 2.0  # without an answer: said within three
+SILENT_LEAST_S = 0.5  # a read waits for up to 0.2 s
 RELEASE_S = 2.0  # to give the lease back when ending; it runs out by itself otherwise
 CHECKPOINTS = "checkpoints"  # folder in the run directory
 
@@ -86,6 +100,9 @@ class Synchronizer:
         self.fresh = True  # this process has neither led nor stood by
         self.saw_model = False  # the run was born: if the server holds none of it, that is a loss
         self._memory: Restored | None = None  # what we held when the server lost it
+        self._lost = False  # the last term found that the server lost something, or was started again
+        self._quick = 0  # terms that ended so one after another, each sooner than `QUICK_S`
+        self._standing_still: str | None = None  # why no term begins
         self._ending = asyncio.Event()
         self._drain_s = 0.0
 
@@ -101,7 +118,22 @@ class Synchronizer:
     @property
     def hearing(self) -> bool:
         """Whether Redis answers."""
-        return self.clock.hearing
+        return self.clock.hearing and not self._silent
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps this process from leading or standing by, in one sentence; None if nothing does."""
+        if self._standing_still is not None:
+            return self._standing_still
+        return self.outages.why or (NO_ANSWER if not self.hearing else None)
+
+    @property
+    def _silent(self) -> bool:
+        """No answer for a while, though no command has failed yet (those wait longer)."""
+        if self.leading is None:
+            return False
+        longest_s = SILENT_HEARTBEATS * self.leading.core.state.spec.workers.heartbeat_s
+        return self.clock.silent_s > max(SILENT_LEAST_S, longest_s)
 
     async def run(self) -> None:
         """Stand by, lead, stand by again …, until `end` or a stop.
@@ -117,14 +149,44 @@ class Synchronizer:
             await check_server(redis, self.url)
             await self._check_schema(redis)
             while not self._ending.is_set():
+                began = self._loop_s()
                 try:
                     await self._one_term()
                 except Fenced as error:
                     log.warning("no longer leading: %s; standing by", error)
+                except ServerUnfit as error:
+                    log.error("%s; standing still until then", error)
                 except ServerChanged as error:
                     log.error("%s: loading the run again", error)
+                    await self._back_off(self._loop_s() - began)
                 finally:
                     self.changed.set()
+
+    @staticmethod
+    def _loop_s() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _back_off(self, lasted_s: float) -> None:
+        """A server that changes again and again is not written to as fast as it loses things."""
+        self._quick = self._quick + 1 if lasted_s < QUICK_S else 1
+        if self._quick < 3:
+            return
+        wait_s = min(FIRST_WAIT_S * 2 ** (self._quick - 3), LONGEST_WAIT_S)
+        self._stand_still(
+            f"the server lost what it acknowledged, or was started again, {self._quick} times in short order: "
+            f"waiting up to {wait_s:g} s"
+        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._ending.wait()
+        self._stand_still(None)
+
+    def _stand_still(self, why: str | None) -> None:
+        if why != self._standing_still:
+            if why is not None:
+                log.error("%s", why)
+            self._standing_still = why
+            self.changed.set()
 
     async def _check_schema(self, redis: Redis) -> None:
         """`SchemaMismatch` for a run of a release too new or too old: now, not when this standby is needed."""
@@ -163,8 +225,9 @@ class Synchronizer:
             except LeadershipLost as error:
                 if self.leading is not None:
                     self.saw_model = self.saw_model or self.leading.core.state.born
-                    if isinstance(error, ServerChanged):
+                    if isinstance(error, ServerChanged | ServerUnfit):
                         self._memory = self.leading.memory() or self._memory
+                self._lost = self._lost or isinstance(error, ServerChanged)
                 self.leading, self.fresh = None, False
                 raise
 
@@ -186,6 +249,7 @@ class Synchronizer:
                     changed=self.changed,
                     fresh=self.fresh,
                     saw_model=self.saw_model,
+                    lost=self._lost,
                     life=life,
                     redis=redis,
                     writer=writer,
@@ -196,7 +260,7 @@ class Synchronizer:
                 context.spawn(self._keep_lease(context, lease_s), "keep lease")  # loading a large model outlasts it
                 self.leading = Leading(context, await load_run(context, self._memory))
                 self.leading.begin()
-                self._memory = None
+                self._memory, self._lost = None, False
         except BaseExceptionGroup as group:
             if not isinstance(leaf(group), _Ended):
                 raise leaf(group) from group
@@ -231,12 +295,22 @@ class Synchronizer:
                 task.cancel()
             await asyncio.gather(leading, ending, return_exceptions=True)
 
+    async def _wait_until_fit(self, redis: Redis) -> None:
+        """A server may come to be unfit at any time: then nobody leads, and nothing is written."""
+        while (reason := unfit(await self._persist(partial(look, redis)))) is not None:
+            self._stand_still(reason)
+            await asyncio.sleep(UNFIT_S)
+        if self._standing_still is not None:
+            log.info("the server is fit again")
+        self._stand_still(None)
+
     async def _stand_by(self, redis: Redis, writer: FencedWriter, lease_s: float) -> None:
         """Return once the lease is ours. The holder's renewals are awaited, not polled for."""
 
         async def acquire() -> Holder | None:
             return await writer.acquire(lease_s)
 
+        await self._wait_until_fit(redis)
         while (holder := await self._persist(acquire)) is not None:
             self.fresh = False
             if self.standby_for != holder.owner:
@@ -246,6 +320,7 @@ class Synchronizer:
             if not self.saw_model:
                 self.saw_model = await self._persist(partial(self._is_born, redis))
             await asyncio.sleep(min(max(holder.left_s, 0.01), max(1.0, lease_s / 4)))
+            await self._wait_until_fit(redis)
         self.standby_for = None
         log.info("leading run %s, epoch %d", self.keys.run, writer.epoch)
 
@@ -264,9 +339,6 @@ class Synchronizer:
             "take the lease",
             log,
             timeout_s=REPLY_S,
-            on_state=self._hear,
+            on_state=self.clock.hear,
             outages=self.outages,
         )
-
-    def _hear(self, hearing: bool) -> None:
-        self.clock.hearing = hearing

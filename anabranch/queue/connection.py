@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from anabranch.errors import CommandRefused, ServerChanged, ServerUnreachable, UnsuitableServer
-from anabranch.queue.refusals import is_passing, largest, perhaps_too_large, refused, too_large
+from anabranch.queue.refusals import NO_ANSWER, is_passing, largest, perhaps_too_large, refused, too_large, words
 from anabranch.queue.url import RunUrl
 
 #: What a lost or silent connection raises; everybody who talks to Redis retries on these.
@@ -110,7 +110,9 @@ def plainly(url: RunUrl) -> Iterator[None]:
         yield
     except (RedisError, TimeoutError, ConnectionResetError) as error:
         said = " ".join(str(error).split()) or "no answer"
-        raise ServerUnreachable(f"{url.redacted}: {said}; try again once the server is well") from None
+        if (what := words(error)) == NO_ANSWER:
+            what = f"{said}; is the server running, and the address right?"
+        raise ServerUnreachable(f"{url.redacted}: {what}") from None
 
 
 class _Pool(BlockingConnectionPool):
@@ -162,22 +164,48 @@ async def check_server(redis: Redis, url: RunUrl) -> dict[str, Any]:
     except AuthenticationError as error:
         raise ServerUnreachable(f"{url.redacted}: {error}; put user:password@ before the host") from None
     except (RedisError, OSError) as error:
-        said = str(error) or f"no answer in {CONNECT_S:.0f} s"
-        raise ServerUnreachable(f"{url.redacted}: {said}; is the server running, and the address right?") from None
+        said = " ".join(str(error).split()) or f"no answer in {CONNECT_S:.0f} s"
+        if (what := words(error)) == NO_ANSWER:
+            what = f"{said}; is the server running, and the address right?"
+        raise ServerUnreachable(f"{url.redacted}: {what}") from None
     judge_server(info, url.redacted)
+    return info
+
+
+async def look(redis: Redis) -> dict[str, Any]:
+    """What INFO says about version, memory and clients; {} if it is not permitted."""
+    try:
+        info: dict[str, Any] = await redis.info("server", "memory", "clients")
+    except CommandRefused as error:
+        if error.code != "NOPERM":
+            raise
+        return {}
     return info
 
 
 def judge_server(info: dict[str, Any], where: str) -> None:
     """Raise `UnsuitableServer` unless INFO describes Redis ≥ 7.0 or any Valkey, with `noeviction`."""
+    if (reason := unfit(info)) is not None:
+        raise UnsuitableServer(f"{where}: {reason}")
+
+
+def unfit(info: dict[str, Any]) -> str | None:
+    """Why the server that INFO describes must not hold a run, and what to set; None if it may."""
     version = str(info.get("redis_version", "0"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if "valkey_version" not in info and numbers < OLDEST_REDIS:
-        raise UnsuitableServer(f"{where}: Redis {version} is too old; use Redis 7.0 or newer, or Valkey")
+        return f"Redis {version} is too old; use Redis 7.0 or newer, or Valkey"
     policy = str(info.get("maxmemory_policy", "noeviction"))
     limited = int(info.get("maxmemory", 0)) > 0
     if policy != "noeviction" and (limited or policy.startswith("allkeys")):
-        raise UnsuitableServer(
-            f"{where}: maxmemory-policy is {policy}, which may delete the model; "
+        return (
+            f"maxmemory-policy is {policy}, which may delete the model; "
             "set it to noeviction (CONFIG SET maxmemory-policy noeviction, or in your provider's console)"
         )
+    return None
+
+
+def crowded(info: dict[str, Any]) -> str | None:
+    """That nobody else can connect; None if somebody can."""
+    connected, most = int(info.get("connected_clients", 0)), int(info.get("maxclients", 0))
+    return f"the server takes no more clients (maxclients {most})" if 0 < most <= connected else None

@@ -12,7 +12,7 @@ from typing import TypeVar
 from redis.exceptions import ResponseError
 
 from anabranch.queue.connection import OUTAGE
-from anabranch.queue.refusals import is_passing
+from anabranch.queue.refusals import is_passing, words
 
 FIRST_S, LONGEST_S = 0.05, 2.0
 REPLY_S = 15.0  # a server that has not answered by then is out; blocking reads ask for far less
@@ -27,25 +27,40 @@ class Outages:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._failing: set[object] = set()
+        self._failing: dict[object, str] = {}
+        self._noted: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self._failing)
 
+    @property
+    def why(self) -> str | None:
+        """What the trouble is, in one sentence; None while there is none."""
+        return next(iter([*self._failing.values(), *self._noted.values()]), None)
+
+    def note(self, what: str, trouble: str | None) -> None:
+        """Something that was looked at and found wrong, without a command that fails; None: it is well."""
+        if trouble is None:
+            if self._noted.pop(what, None) is not None:
+                self._log.info("%s: well again", what)
+        elif self._noted.get(what) != trouble:
+            self._log.warning("%s", trouble)
+            self._noted[what] = trouble
+
     def begin(self, who: object, what: str, error: BaseException, timeout_s: float | None) -> None:
         if not self._failing:
             self._log.warning("cannot %s: %s; trying again", what, str(error) or f"no answer in {timeout_s} s")
-        self._failing.add(who)
+        self._failing[who] = words(error)
 
     def end(self, who: object, what: str) -> None:
         if who in self._failing:
-            self._failing.discard(who)
+            self._failing.pop(who)
             if not self._failing:
                 self._log.info("can %s again", what)
 
     def forget(self, who: object) -> None:
         """Its task was cancelled or met another error."""
-        self._failing.discard(who)
+        self._failing.pop(who, None)
 
 
 async def persist(

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from anabranch.errors import CommandRefused
 
@@ -42,6 +50,34 @@ def code_of(error: RedisError) -> str:
 def is_passing(error: ResponseError) -> bool:
     """Whether the same command may succeed later."""
     return code_of(error) in _PASSING
+
+
+_WORDS = {
+    "NOREPLICAS": "the server refuses writes: too few replicas are in sync (min-replicas-to-write)",
+    "MISCONF": "the server refuses writes: it cannot save to its disk (MISCONF: full, or not writable)",
+    "READONLY": "the server refuses writes: it is a replica, by a fail-over or the URL",
+    "OOM": "the server refuses writes: its maxmemory is used up",
+    "LOADING": "the server is loading its data",
+    "BUSY": "the server is busy with a script of somebody's",
+}
+NO_ANSWER = "Redis does not answer"
+_NO_MORE_CLIENTS = "the server takes no more clients (maxclients)"
+
+
+def words(error: BaseException) -> str:
+    """What an outage is, in one sentence: page, health check, log and `anabranch status` say the same."""
+    if isinstance(error, BusyLoadingError):
+        return _WORDS["LOADING"]
+    if isinstance(error, AuthenticationError):
+        return f"the server does not take our password: {error}"
+    if isinstance(error, RedisError):
+        if "max number of clients" in str(error):
+            return _NO_MORE_CLIENTS
+        if (said := _WORDS.get(code_of(error))) is not None:
+            return said
+        if isinstance(error, ResponseError):
+            return f"the server refuses for now: {' '.join(str(error).split()):.120}"
+    return NO_ANSWER
 
 
 def refused(error: RedisError, command: Sequence[Any]) -> CommandRefused:

@@ -17,14 +17,14 @@ class Place(NamedTuple):
     broadcast: int  # entries
 
 
-def suspicion(*, born: bool, damage: str | None, had_memory: bool, life: tuple[str | None, str | None]) -> str | None:
-    """Why the server may have less than it acknowledged, None if it cannot. `life`: run_id of the server that the
-    stored run names, and of the one that answers."""
+def suspicion(*, born: bool, damage: str | None, lost: bool, life: tuple[str | None, str | None]) -> str | None:
+    """Why the server may have less than it acknowledged, None if it cannot. `lost`: this process noticed it.
+    `life`: run_id of the server that the stored run names, and of the one that answers."""
     if damage is not None:
         return damage
     if not born:
         return "the server holds nothing of this run any more"
-    if had_memory:
+    if lost:
         return "the server lost acknowledged writes, or was started again"
     if None not in life and life[0] != life[1]:
         return "the server was started again, or another one took its place: its last writes may be lost"

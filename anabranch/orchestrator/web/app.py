@@ -75,12 +75,11 @@ def picture(synchronizer: Synchronizer) -> dict[str, Any]:
     """What the page shows now."""
     shared = {"release": VERSION, "url": synchronizer.url.redacted, "hearing": synchronizer.hearing}
     if synchronizer.core is None:
-        holder = synchronizer.standby_for
-        waiting = f"standby: {holder} leads" if holder else "starting"
+        holder, trouble = synchronizer.standby_for, synchronizer.trouble
+        waiting = trouble or (f"standby: {holder} leads" if holder else "starting")
         return {**shared, "run": synchronizer.keys.run, "phase": waiting, "leader": False}
     shown = view(synchronizer.core.state, synchronizer.clock.now)
-    if not synchronizer.hearing:
-        shown["phase"] = "Redis does not answer"
+    shown["phase"] = synchronizer.trouble or shown["phase"]
     checkpoint = synchronizer.checkpoints.latest if synchronizer.checkpoints is not None else None
     return {
         **shared,
@@ -171,10 +170,9 @@ async def _status(request: web.Request) -> web.Response:
 
 async def _health(request: web.Request) -> web.Response:
     synchronizer = request.app[SYNCHRONIZER]
-    healthy = synchronizer.hearing
-    return web.json_response(
-        {"ok": healthy, "leader": synchronizer.core is not None, "release": VERSION}, status=200 if healthy else 503
-    )
+    why = synchronizer.trouble
+    answer = {"ok": why is None, "why": why, "leader": synchronizer.core is not None, "release": VERSION}
+    return web.json_response(answer, status=200 if why is None else 503)
 
 
 async def _events(request: web.Request) -> web.StreamResponse:

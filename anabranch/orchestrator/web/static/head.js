@@ -16,6 +16,9 @@ const HINTS = [
   [/^the server is nearly full/, () => "workers train on; raise maxmemory, or wait until payloads run out", "warn"],
   [/^the server lost this run/, () => "end this synchronizer, anabranch restore CHECKPOINT URL, then start it again", "bad"],
   [/^Redis does not answer$/, () => "figures are the last known ones; it goes on by itself", "bad"],
+  [/^the server (refuses|is loading|is busy|takes no more|does not take)/, () => "workers train on, and it goes on by itself once the server is well", "bad"],
+  [/^maxmemory-policy/, () => "nothing is written until then; it goes on by itself", "bad"],
+  [/^the server lost what it acknowledged/, () => "look at the server's log, and whether a proxy hides fail-overs", "bad"],
   [/^standby/, () => "this synchronizer takes over if the leader stops", "quiet"],
 ];
 
