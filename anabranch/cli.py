@@ -80,6 +80,9 @@ Lora = Annotated[
     typer.Option("--lora/--no-lora", help="task hf: train adapters only, or everything; else task.options.lora"),
 ]
 JournalMb = Annotated[int, typer.Option("--journal-mb", help="what the journal in --dir may grow to; 0: none", min=0)]
+TapeMb = Annotated[
+    int, typer.Option("--tape-mb", help="what tape.jsonl and its older parts may grow to; 0: without end", min=0)
+]
 DrainS = Annotated[float, typer.Option("--drain-s", help="seconds to finish what is in flight at SIGTERM", min=0.0)]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="until it is done, and say what came of it")]
 Directory = Annotated[Path, typer.Option("--dir", help="run directory (mode 0700)")]
@@ -163,6 +166,7 @@ def up(
     checkpoints: Checkpoints = None,
     drain_s: DrainS = 10.0,
     journal_mb: JournalMb = 128,
+    tape_mb: TapeMb = 256,
     print_config: PrintConfig = False,
 ) -> None:
     """Start (or continue) a run here: embedded server, synchronizer and status page."""
@@ -171,7 +175,12 @@ def up(
     from anabranch.up import LeadOptions, bring_up, members_left
 
     options = LeadOptions(
-        PageOptions(page_host, page_port, names=tuple(page_names or ())), init, checkpoints, drain_s, journal_mb
+        PageOptions(page_host, page_port, names=tuple(page_names or ())),
+        init,
+        checkpoints,
+        drain_s,
+        journal_mb,
+        tape_mb,
     )
     fresh = spec is not None or bool(overrides)
 
@@ -217,6 +226,7 @@ def orchestrator(
     checkpoints: Checkpoints = None,
     drain_s: DrainS = 10.0,
     journal_mb: JournalMb = 128,
+    tape_mb: TapeMb = 256,
     print_config: PrintConfig = False,
 ) -> None:
     """Run the synchronizer (and its status page) against a Redis or Valkey server of yours."""
@@ -226,7 +236,7 @@ def orchestrator(
     from anabranch.up import LeadOptions, RunDirectory, lead
 
     page_options = PageOptions(page_host, page_port, names=tuple(page_names or ())) if page else None
-    options = LeadOptions(page_options, init, checkpoints, drain_s, journal_mb)
+    options = LeadOptions(page_options, init, checkpoints, drain_s, journal_mb, tape_mb)
 
     async def run() -> None:
         ending = asyncio.Event()

@@ -1,8 +1,8 @@
 """`anabranch up`: a run directory, an embedded server, the synchronizer and its page, as one.
 
-The directory (mode 0700) holds `data/` (the server's append-only file), `checkpoints/`, `tape.jsonl`, `journal/`,
-`token` (for the page's control API), `password`, `port` and `page-port` (so that a repeated `up` goes on under the
-same address), `url` (what others join with).
+The directory (mode 0700) holds `data/` (the server's append-only file), `checkpoints/`, `tape.jsonl` and its older
+parts, `journal/`, `token` (for the page's control API), `password`, `port` and `page-port` (so that a repeated `up`
+goes on under the same address), `url` (what others join with).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from anabranch.errors import UsageError
 from anabranch.loops import end_tasks
-from anabranch.orchestrator.journal import DEFAULT_MB
+from anabranch.orchestrator import journal, tape
 from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.orchestrator.web.app import PageOptions, picture, serve_page
 from anabranch.queue.embedded import EmbeddedServer, ServerOptions
@@ -43,7 +43,8 @@ class LeadOptions:
     init: Path | None = None
     checkpoints: str | None = None
     drain_s: float = 0.0
-    journal_mb: int = DEFAULT_MB
+    journal_mb: int = journal.DEFAULT_MB
+    tape_mb: int = tape.DEFAULT_MB
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ async def lead(
         init=options.init,
         checkpoints=options.checkpoints,
         journal_mb=options.journal_mb,
+        tape_mb=options.tape_mb,
     )
     task = asyncio.create_task(synchronizer.run(), name="synchronizer")
     try:

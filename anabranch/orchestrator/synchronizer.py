@@ -26,10 +26,11 @@ from anabranch.errors import (
     ServerUnfit,
 )
 from anabranch.loops import leaf
+from anabranch.orchestrator import journal, tape
 from anabranch.orchestrator.checkpoint import Checkpoints, Restored
 from anabranch.orchestrator.clock import SteadyClock
 from anabranch.orchestrator.context import Context
-from anabranch.orchestrator.journal import DEFAULT_MB, Journal
+from anabranch.orchestrator.journal import Journal
 from anabranch.orchestrator.leading import Leading
 from anabranch.orchestrator.loading import load_run
 from anabranch.orchestrator.tape import Tape
@@ -77,14 +78,16 @@ class Synchronizer:
         init: Path | None = None,
         clock: SteadyClock | None = None,
         checkpoints: str | None = None,
-        journal_mb: int = DEFAULT_MB,
+        journal_mb: int = journal.DEFAULT_MB,
+        tape_mb: int = tape.DEFAULT_MB,
     ) -> None:
         """`directory`: run directory for tape, journal and checkpoints; `checkpoints`: another folder or an fsspec
-        URL for them; `init`: safetensors file with version 0; `journal_mb`: what the journal may grow to, 0: none."""
+        URL for them; `init`: safetensors file with version 0; `journal_mb`: what the journal may grow to, 0: none;
+        `tape_mb`: what the tape's files may, 0: without end."""
         self.url = url
         self.keys = Keys(url.run)
         self.clock = clock or SteadyClock()
-        self.tape = Tape(directory)
+        self.tape = Tape(directory, tape_mb * 2**20)
         self.journal = Journal(directory, journal_mb * 2**20) if directory is not None and journal_mb else None
         self.owner = secrets.token_hex(8)
         self.standby_for: str | None = None

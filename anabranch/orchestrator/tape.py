@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -22,8 +23,10 @@ from anabranch.queue.messages import Claim
 log = logging.getLogger("anabranch.synchronizer")
 
 FILE_NAME = "tape.jsonl"
+PARTS = 4  # files kept; the one that is written among them
+DEFAULT_MB = 256  # of all together: a few hours of thirty workers with short rounds
 _RECENT = 200  # events the page can show
-_LINE_BYTES = 2048  # generous for one event
+_LINE_BYTES = 8192  # generous for one event: a merge has a verdict for each worker
 
 
 Event = dict[str, Any]
@@ -64,23 +67,32 @@ class Tape:
     Lines are flushed to the operating system as they come and fsynced on `close`. Wall-clock time is only a
     remark for people: nothing is decided by it. `id` numbers a run's events over all leaders; what a crash kept out
     of the file is filled in from the stream by the next one.
+
+    The file is bounded: when it is full it becomes `tape.1.jsonl`, that `tape.2.jsonl` …, and the oldest goes.
     """
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, limit_bytes: int = DEFAULT_MB * 2**20) -> None:
+        """`limit_bytes`: what all files together may grow to, give or take an event; 0: no limit, one file."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.number = 0
         self.last_id = 0  # of the newest event stored
         self._next_id = 1
+        self._directory = directory
+        self._part_bytes = limit_bytes // PARTS
+        self._written = 0  # bytes in the current file
         self._file: IO[str] | None = None
         self._failing = False
         if directory is not None:
-            path = directory / FILE_NAME
-            for event in _last_events(path, _RECENT):
+            for event in _last_events(directory, _RECENT):
                 self._remember(event)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            self._file = os.fdopen(descriptor, "a", encoding="utf-8")
-            if _cut_short(path):
-                self._file.write("\n")
+            self._file = self._open(directory / FILE_NAME)
+
+    def _open(self, path: Path) -> IO[str]:
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8")
+        if _cut_short(path):
+            file.write("\n")
+        self._written = path.stat().st_size
+        return file
 
     @property
     def failing(self) -> bool:
@@ -103,7 +115,27 @@ class Tape:
     def append(self, event: dict[str, Any]) -> None:
         self._remember(event)
         if self._file is not None:
-            self._guarded(partial(self._file.write, json.dumps(event, separators=(",", ":")) + "\n"))
+            line = json.dumps(event, separators=(",", ":")) + "\n"  # ASCII: as many bytes as characters
+            if self._part_bytes and self._written and self._written + len(line) > self._part_bytes:
+                self._guarded(self._begin_another)
+            self._guarded(partial(self._file.write, line))
+            self._written += len(line)
+
+    def _begin_another(self) -> None:
+        """The file is full: it moves on, and so do those before it. If that fails it goes on to grow."""
+        assert self._directory is not None
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        names = [FILE_NAME, *(f"tape.{number}.jsonl" for number in range(1, PARTS))]
+        moves = (
+            list(itertools.pairwise(names)) if (self._directory / FILE_NAME).exists() else []
+        )  # else: a second try
+        for newer, older in reversed(moves):
+            with suppress(FileNotFoundError):
+                (self._directory / newer).replace(self._directory / older)
+        full, self._file = self._file, self._open(self._directory / FILE_NAME)
+        full.close()
 
     def _remember(self, event: dict[str, Any]) -> None:
         self.number += 1
@@ -135,6 +167,12 @@ class Tape:
             self._file = None
 
 
+def parts(directory: Path) -> list[Path]:
+    """The tape's files in a run directory, oldest first."""
+    older = [directory / f"tape.{number}.jsonl" for number in range(PARTS - 1, 0, -1)]
+    return [path for path in [*older, directory / FILE_NAME] if path.exists()]
+
+
 def _cut_short(path: Path) -> bool:
     """Whether a crash left the last line without its end."""
     with path.open("rb") as file:
@@ -144,10 +182,17 @@ def _cut_short(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _last_events(path: Path, most: int) -> list[dict[str, Any]]:
-    """The end of a tape from an earlier life; a line that a crash cut short is left out."""
-    if not path.exists():
-        return []
+def _last_events(directory: Path, most: int) -> list[dict[str, Any]]:
+    """The end of a tape from an earlier life, oldest first."""
+    events: list[dict[str, Any]] = []
+    for path in reversed(parts(directory)):
+        if len(events) < most:
+            events = [*_events_at_the_end(path, most - len(events)), *events]
+    return events
+
+
+def _events_at_the_end(path: Path, most: int) -> list[dict[str, Any]]:
+    """A line that a crash cut short is left out."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - most * _LINE_BYTES))
         lines = file.read().splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.orchestrator.core import instructions as do
-from anabranch.orchestrator.tape import FILE_NAME, Tape, plain, tape_event
+from anabranch.orchestrator.tape import FILE_NAME, Tape, parts, plain, tape_event
 from anabranch.queue import messages as msg
 from tests.orchestrator.bench import Bench, claim, make_spec, one
 from tests.orchestrator.test_scribe import MESSAGES
@@ -73,6 +73,74 @@ def test_a_stamp_is_a_number_and_wall_clock_time_and_comes_first() -> None:
 def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
     Tape(tmp_path).close()
     assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_file_is_bounded_and_the_end_of_it_is_never_lost(tmp_path: Path) -> None:
+    limit, ends = 4000, 0
+    tape = Tape(tmp_path, limit)
+    for number in range(1, 301):
+        tape.append({"id": number, **event(number)})
+        tape.flush()
+        sizes = [path.stat().st_size for path in parts(tmp_path)]
+        assert sum(sizes) <= limit
+        ends += sizes[-1] < 100
+        if number % 7 == 0:  # whoever leads next reads on where this one ended, wherever that is
+            tape.close()
+            tape = Tape(tmp_path, limit)
+            assert tape.last_id == number
+            assert [e["id"] for e in tape.recent] == kept(tmp_path)[-200:]
+    tape.close()
+    assert ends > 3, "a new part was begun now and then"
+    ids = kept(tmp_path)
+    assert ids == list(range(ids[0], 301))
+    assert [path.name for path in parts(tmp_path)] == [
+        "tape.3.jsonl",
+        "tape.2.jsonl",
+        "tape.1.jsonl",
+        FILE_NAME,
+    ]
+    assert {path.stat().st_mode & 0o777 for path in parts(tmp_path)} == {0o600}
+
+
+def kept(directory: Path) -> list[int]:
+    return [json.loads(line)["id"] for path in parts(directory) for line in path.read_text().splitlines()]
+
+
+def test_what_the_stream_holds_is_not_written_again_after_a_part_was_begun(tmp_path: Path) -> None:
+    stored = [{"id": number, **event(number)} for number in range(1, 41)]
+    tape = Tape(tmp_path, 4000)
+    tape.catch_up(stored)
+    tape.close()
+    (tmp_path / FILE_NAME).rename(tmp_path / "tape.1.jsonl")  # the last thing before a crash
+    again = Tape(tmp_path, 4000)
+    before = kept(tmp_path)
+    again.catch_up(stored)
+    again.close()
+    assert kept(tmp_path) == before
+
+
+def test_without_a_limit_there_is_one_file(tmp_path: Path) -> None:
+    tape = Tape(tmp_path, 0)
+    for number in range(100):
+        tape.append(event(number))
+    tape.close()
+    assert [path.name for path in parts(tmp_path)] == [FILE_NAME]
+    assert len(lines(tmp_path)) == 100
+
+
+def test_a_part_that_cannot_be_begun_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tape = Tape(tmp_path, 400)
+    tape.append(event(0))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", refuse)
+        for number in range(1, 20):
+            tape.append(event(number))
+    tape.close()
+    assert len(lines(tmp_path)) == 20
 
 
 def test_closing_twice_does_no_harm(tmp_path: Path) -> None:
