@@ -300,7 +300,7 @@ class Synchronizer:
 
     async def _wait_until_fit(self, redis: Redis) -> None:
         """A server may come to be unfit at any time: then nobody leads, and nothing is written."""
-        while (reason := unfit(await self._persist(partial(look, redis)))) is not None:
+        while (info := await self._persist(partial(look, redis))) and (reason := unfit(info)) is not None:
             self._stand_still(reason)
             await asyncio.sleep(UNFIT_S)
         if self._standing_still is not None:
