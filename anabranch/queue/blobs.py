@@ -15,7 +15,7 @@ import numpy as np
 
 from anabranch.errors import BlobCorrupt, BlobMissing, CommandRefused
 from anabranch.loops import leaf
-from anabranch.queue.connection import LEAST_BULK_BYTES, bulk_limit
+from anabranch.queue.connection import LEAST_BULK_BYTES, value_limit
 from anabranch.queue.messages import Claim
 from anabranch.queue.scripts import chunk_keys
 
@@ -77,7 +77,8 @@ class RedisBlobs:
         """Upload under a fresh id; every chunk expires after `ttl_s` unless refreshed or kept."""
         data = data.cast("B")
         # Asked each time: it may be lowered while we run, and costs little beside an upload.
-        most = await bulk_limit(self._redis) if data.nbytes > LEAST_BULK_BYTES else None
+        limit = await value_limit(self._redis) if data.nbytes > LEAST_BULK_BYTES else None
+        most = limit.bytes if limit is not None else None
         claim = await _off_loop(data.nbytes, make_claim, owner, data, codec, most_bytes=most)
         await self.put_again(claim, data, ttl_s)
         return claim

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -24,7 +24,8 @@ OUTAGE = (RedisConnectionError, RedisTimeoutError, OSError)
 
 CONNECT_S = 10.0
 OLDEST_REDIS = (7, 0)
-LEAST_BULK_BYTES = 1024 * 1024  # no server's proto-max-bulk-len is lower
+LEAST_BULK_BYTES = 512 * 1024  # every server takes values of this length: its limits are at least 1 MiB
+_AROUND_BYTES = 64 * 1024  # of a command besides its value; a query buffer has to hold all of it
 
 
 async def _greet(connection: Any) -> None:
@@ -87,20 +88,36 @@ class _Client(Redis):
 
     async def _check_size(self, args: tuple[Any, ...]) -> None:
         if largest(args) > LEAST_BULK_BYTES:
-            limit = await bulk_limit(self)
-            if limit is not None and largest(args) > limit:
-                raise too_large(args, limit)
+            limit = await value_limit(self)
+            if limit is not None and largest(args) > limit.bytes:
+                raise too_large(args, limit.bytes, limit.setting)
 
 
-async def bulk_limit(redis: Redis) -> int | None:
-    """Bytes of the longest value that the server takes; None if it does not say."""
+class Limit(NamedTuple):
+    """The longest value that a server takes, and which setting of it says so."""
+
+    bytes: int
+    setting: str
+
+
+async def value_limit(redis: Redis) -> Limit | None:
+    """None if the server does not say."""
     try:
         async with asyncio.timeout(CONNECT_S):
-            found: Any = await redis.config_get("proto-max-bulk-len")
+            found: Any = await redis.config_get("proto-max-bulk-len", "client-query-buffer-limit")
     except (CommandRefused, RedisError, OSError):
         return None
-    limit = next(iter(found.values()), None)
-    return int(limit) if limit is not None and int(limit) > 0 else None
+    said = {_plain(name): int(_plain(value)) for name, value in found.items()}
+    limits = [
+        Limit(size - (_AROUND_BYTES if name == "client-query-buffer-limit" else 0), name)
+        for name, size in said.items()
+        if size > 0
+    ]
+    return min(limits, default=None)
+
+
+def _plain(word: bytes | str) -> str:
+    return word.decode() if isinstance(word, bytes) else word
 
 
 @contextmanager

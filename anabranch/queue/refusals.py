@@ -86,15 +86,16 @@ def refused(error: RedisError, command: Sequence[Any]) -> CommandRefused:
     return CommandRefused(f"the server refuses {named(command)}: {said}; {_advice(code, said)}", code)
 
 
-def too_large(command: Sequence[Any], limit: int) -> CommandRefused:
-    """`limit`: the server's proto-max-bulk-len, in bytes."""
-    said = f"a value of {largest(command):,} bytes, and its proto-max-bulk-len is {limit:,}"
-    return CommandRefused(f"the server refuses {named(command)}: {said}; raise it (CONFIG SET proto-max-bulk-len)")
+def too_large(command: Sequence[Any], limit: int, setting: str) -> CommandRefused:
+    """`limit`: bytes of the longest value, by this setting of the server's."""
+    said = f"a value of {largest(command):,} bytes, and its {setting} allows {limit:,}"
+    return CommandRefused(f"the server refuses {named(command)}: {said}; raise it (CONFIG SET {setting})")
 
 
 def perhaps_too_large(command: Sequence[Any]) -> str:
     """What may be the reason if a connection ends with this command each time, where the limit cannot be read."""
-    return f"if it ends so each time, proto-max-bulk-len may be below the {largest(command):,} bytes of this value"
+    limits = "proto-max-bulk-len or client-query-buffer-limit"
+    return f"if it ends so each time, {limits} may be below the {largest(command):,} bytes of this value"
 
 
 def named(command: Sequence[Any]) -> str:

@@ -100,10 +100,34 @@ async def test_chunks_fit_what_the_server_takes_in_one_value(server_factory: Ser
     assert claim.chunk_bytes == 2 * MB
     assert await blobs.get(claim, data.nbytes) == data
     await redis.config_set("proto-max-bulk-len", MB)
-    with pytest.raises(CommandRefused, match=r"SET .*2,097,152 bytes, and its proto-max-bulk-len is 1,048,576"):
+    with pytest.raises(CommandRefused, match=r"SET .*2,097,152 bytes, and its proto-max-bulk-len allows 1,048,576"):
         await blobs.put_again(claim, data, 60.0)
     assert (await blobs.put("w", data, "fp32", 60.0)).chunk_bytes == MB
     await redis.aclose()
+
+
+async def test_chunks_fit_what_the_server_reads_of_one_command(server_factory: ServerFactory, run_name: str) -> None:
+    redis = connect(RunUrl.parse(server_factory().url), name="test")
+    await redis.config_set("client-query-buffer-limit", MB)
+    blobs = RedisBlobs(redis, Keys(run_name))
+    data = memoryview(bytes(5 * MB))
+    claim = await blobs.put("w", data, "fp32", 60.0)
+    assert claim.chunk_bytes < MB
+    assert await blobs.get(claim, data.nbytes) == data
+    await redis.aclose()
+
+
+async def test_a_run_of_large_fragments_on_a_server_of_small_values(
+    server_factory: ServerFactory, run_name: str
+) -> None:
+    server = server_factory()
+    redis = connect(RunUrl.parse(server.url), name="test")
+    await redis.config_set("proto-max-bulk-len", MB)
+    await redis.aclose()
+    spec = make_spec(run_name, task={"name": "synthetic", "options": {"tensors": 2, "size": 600_000}})
+    async with bench(f"{server.url}?run={run_name}", spec) as run:
+        run.add("w", QUICK)
+        await run.reach(1)
 
 
 async def test_where_the_limit_cannot_be_read_the_error_names_it(
