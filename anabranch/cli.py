@@ -506,7 +506,7 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:
+    except (Exception, BaseExceptionGroup) as error:
         from redis.exceptions import RedisError
 
         if not isinstance(leaf(error), AnabranchError | RedisError):

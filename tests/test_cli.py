@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from typing import NoReturn
 
 import pytest
 import typer.main
+from redis.exceptions import ResponseError
 from typer.testing import CliRunner
 
-from anabranch import cli
+from anabranch import cli, operate
 from anabranch._version import VERSION
+from anabranch.orchestrator import journal, tape
 from anabranch.settings import load_spec
 from anabranch.spec import RunSpec
 from tests.conftest import ServerFactory
@@ -164,6 +167,22 @@ def test_a_damaged_spec_file_is_one_line(failing: Fail, tmp_path: Path) -> None:
     file.write_text("[rounds\n")
     assert "not valid TOML" in failing("up", "--dir", str(tmp_path / "run"), "--spec", str(file))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", [cli.up, cli.orchestrator])
+def test_what_files_may_grow_to_is_what_the_synchronizer_takes_by_default(command: Callable[..., None]) -> None:
+    said = inspect.signature(command).parameters
+    assert (said["tape_mb"].default, said["journal_mb"].default) == (tape.DEFAULT_MB, journal.DEFAULT_MB)
+
+
+def test_an_error_of_the_server_that_nobody_expected_is_one_line(
+    failing: Fail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def surprise(*_: object) -> None:
+        raise ExceptionGroup("of a task", [ResponseError("SURPRISE what is this")])
+
+    monkeypatch.setattr(operate, "status", surprise)
+    assert failing("status", NOBODY) == "anabranch: SURPRISE what is this"
 
 
 @pytest.mark.parametrize("name", ["a b", "_", "x" * 65])
