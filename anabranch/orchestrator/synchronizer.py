@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from anabranch.errors import (
     AnabranchError,
+    CommandRefused,
     Fenced,
     LeadershipLost,
     SchemaMismatch,
@@ -328,7 +329,12 @@ class Synchronizer:
         log.info("leading run %s, epoch %d", self.keys.run, writer.epoch)
 
     async def _is_born(self, redis: Redis) -> bool:
-        found: Any = await redis.hexists(self.keys.state, fragment_field(0))
+        try:
+            found: Any = await redis.hexists(self.keys.state, fragment_field(0))
+        except CommandRefused as error:
+            if error.code != "WRONGTYPE":
+                raise
+            return True  # something was there: whoever leads next finds out what
         return bool(found)
 
     async def _release(self, writer: FencedWriter) -> None:

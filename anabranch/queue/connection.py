@@ -55,7 +55,7 @@ class ServerLife:
         await connection.send_command("INFO", "server")
         try:
             reply = await connection.read_response()
-        except ResponseError:  # INFO is not permitted: then lives are not told apart
+        except NoPermissionError:  # then lives are not told apart
             reply = b""
         found = re.search(rb"^run_id:(\w+)", reply, re.MULTILINE) if isinstance(reply, bytes) else None
         run_id = found[1].decode() if found is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,23 @@ async def test_a_checkpoint_is_put_back_by_hand_over_what_is_damaged(stage: Stag
     said = await restore(RunUrl.parse(stage.url), str(stage.directory))
     assert "restored by hand" in said
     await stage.goes_on("by hand", from_copy=None)
+
+
+async def test_a_standby_outlives_a_state_that_is_none(run_url: str, run_name: str) -> None:
+    async with bench(run_url, make_spec(run_name)) as run:
+        run.add("w", QUICK)
+        await run.reach(1)
+        await run.settle()
+        versions = run.versions()
+        await run.redis.delete(run.keys.state)
+        await run.redis.set(run.keys.state, "junk")
+        second = Synchronizer(run.url)
+        task = asyncio.create_task(second.run(), name="second")
+        await wait_until(lambda: run.tape("timeline"), "the leader noticed")
+        await wait_until(lambda: run.versions() == versions or second.core is not None, "it is led again")
+        assert not task.done()
+        second.end()
+        await task
 
 
 async def test_a_leader_whose_run_is_damaged_goes_on_from_what_it_holds(run_url: str, run_name: str) -> None:
