@@ -176,11 +176,12 @@ class EmbeddedServer:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ServerError(f"cannot use {directory} for the server's data: {error}") from error
-        try:
-            self._start_on_a_port(binary)
-        except _UnreadableFile as error:
-            self._repair(error)
-            self._start_on_a_port(binary)
+        while True:
+            try:
+                self._start_on_a_port(binary)
+                return
+            except _UnreadableFile as error:
+                self._repair(error)  # raises once there is nothing to repair
 
     def _repair(self, error: ServerError) -> None:
         """Cut what is no command off the end of the append-only file; ServerError if that is not what is wrong."""

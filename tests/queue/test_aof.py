@@ -151,6 +151,8 @@ def test_where_the_end_is_not_what_is_wrong_it_says_what_to_do(server_factory: S
     filled(server)
     [base] = (server.options.directory / aof.FOLDER).glob("*.base.rdb")
     base.write_bytes(base.read_bytes()[:20])
+    [file] = (server.options.directory / aof.FOLDER).glob("*.incr.aof")
+    file.write_bytes(file.read_bytes() + b"junk, too")
     with pytest.raises(
         ServerError, match=r"Move .*appendonlydir away .*: a run then goes on from its newest checkpoint"
     ):
