@@ -261,11 +261,19 @@ def breaks(url: str, rank: int) -> Result:
             session.step(4)
 
 
+def miscounts(url: str, rank: int) -> Result:
+    """Rank 1 says that it trained on half a token."""
+    with anabranch.join(url, tiny(0), name="island") as session:
+        session.step(torch.tensor(4), loss=1.0)
+        session.step(4 if rank == 0 else 0.5)
+    return {}
+
+
 def serve(file: str, rank: int, size: int) -> None:
     """Play what is asked for on standard input."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    known = (train, join, join_sharded, own_batches, shared_batches, waits, breaks)
+    known = (train, join, join_sharded, own_batches, shared_batches, waits, breaks, miscounts)
     scenes = {scene.__name__: scene for scene in known}
     _say(READY)
     for line in sys.stdin:

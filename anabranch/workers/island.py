@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, SupportsInt, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from anabranch.errors import AnabranchError, IslandBroken, PayloadError, UsageEr
 from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices
+from anabranch.workers.checked import STEP_TOKENS, one_value, whole
 from anabranch.workers.member.client import LEAVE_S
 from anabranch.workers.optimizer_state import load_state
 from anabranch.workers.session import REWARM_STEPS, Companion, Session
@@ -188,6 +189,9 @@ class Island:
         Of a shared dataset (`Shards`) each rank gets other items, `batch` of them; where a range ends there are
         fewer, and if fewer than there are ranks, some are given twice.
         """
+        return self._until_the_end(source, whole("batch", batch))
+
+    def _until_the_end(self, source: Shards[T] | Iterable[T], batch: int) -> Iterator[T]:
         if isinstance(source, Iterable) and not hasattr(source, "fingerprint"):
             yield from self._own(source)
         else:
@@ -228,17 +232,29 @@ class Island:
             mine = share_of(indices, self._rank, self._size)
             yield shards.batch(mine, epoch)
 
-    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
+    def step(self, tokens: SupportsInt, loss: torch.Tensor | float | None = None) -> None:
         """Call on all ranks after `optimizer.step()`. `tokens`: of this rank; the island's step counts their sum.
 
-        `loss`: this rank's mean; the island's is weighted by tokens. Raises on all ranks what rank 0's session
-        raises, and `IslandBroken` if a rank is gone.
+        `loss`: this rank's mean; the island's is weighted by tokens. Both are what `Session.step` takes; else
+        `UsageError` on this rank, `IslandBroken` on the others. Raises on all ranks what rank 0's session raises, and
+        `IslandBroken` if a rank is gone.
         """
+        refused: UsageError | None = None
+        try:
+            count, loss = whole("tokens", tokens, most=STEP_TOKENS), one_value("loss", loss)
+        except UsageError as raised:  # the others would wait for this rank
+            refused, count, loss = raised, 0, None
         told = self._tell_loss and loss is not None
         mean = 0.0
         if told and loss is not None:
             mean = float(loss if isinstance(loss, (int, float)) else loss.detach())
-        everybody, known, total = self._sum([tokens, tokens * told, mean * tokens * told])
+        everybody, known, total, wrong = self._sum(
+            [count, count * told, mean * count * told, float(refused is not None)]
+        )
+        if refused is not None:
+            raise refused
+        if wrong > 0:
+            raise IslandBroken("another rank of this island was given a step that cannot be counted: see its log")
         self._steps += 1
         error: Exception | None = None
         if self._leader is not None:

@@ -29,9 +29,10 @@ def join(
 
     Only parameters with `requires_grad` are synchronized, as float32; frozen ones and buffers stay as they are here.
     Blocks until the global model is adopted. Raises `LayoutMismatch` (names the first differing tensor),
-    `MemberRefused`, `UsageError` (a bad name or URL, a sharded model) or `ServerError`.
+    `MemberRefused`, `UsageError` (a bad name, URL or number, a sharded model) or `ServerError`.
 
-    `duty`: share of the time spent training. `offload_base`: keep 4 bytes per parameter on the host, not the device.
+    `duty`: share of the time spent training, above 0 and at most 1. `offload_base`: keep 4 bytes per parameter on the
+    host, not the device.
     `warm_start`: if the run is under way, take over the optimizer state of a peer (of the same kind of optimizer)
     instead of warming up; waits at most 20 s for it.
 

@@ -22,15 +22,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self, TypeVar, cast
+from typing import Literal, Self, SupportsInt, TypeVar, cast
 
 import torch
 
 from anabranch.errors import LayoutMismatch, MemberRefused, StateUnusable, UsageError
 from anabranch.loops import run_async
 from anabranch.model import layout_for
+from anabranch.queue.messages import MOST_TOKENS
 from anabranch.queue.records import RunRecord
 from anabranch.queue.url import URL_VARIABLE, RunUrl
+from anabranch.workers.checked import STEP_TOKENS, one_value, real, whole
 from anabranch.workers.member.client import LEAVE_S, Client
 from anabranch.workers.member.feed import Feed
 from anabranch.workers.member.identity import Identity, default_name
@@ -89,6 +91,7 @@ class Session:
         if warm_start and optimizer is None:
             raise UsageError("warm_start=True: the session has to be given the optimizer")
         self._timeout_s = timeout_s
+        self._duty = real("duty", duty, above=0, most=1)
         self._offload_base = offload_base
         self._model = model
         self.optimizer = optimizer
@@ -100,7 +103,6 @@ class Session:
             warm_start=warm_start,
         )
         self._companion = companion or Companion()
-        self._duty = duty
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -155,6 +157,7 @@ class Session:
         Call it at a step boundary; `contribute` False leaves without contributions, as after an error in the middle
         of a step. Safe to call twice. Raises what ended the background thread meanwhile, if something did.
         """
+        real("drain_s", drain_s, least=0)
         known = self._error
         with self._leaving:
             if contribute and self._thread is not None:
@@ -211,15 +214,19 @@ class Session:
         `source` is data of your own (any iterable: its items are passed on, and the end of it ends the loop), or a
         dataset that every worker has a copy of (`Shards`). The run then says who trains on what: each item once per
         epoch, in batches of `batch` items, or fewer where a range ends. A batch counts as trained on with the next
-        `step`, so take the next one only after that. Raises `UsageError` if the dataset is not the run's.
+        `step`, so take the next one only after that. Raises `UsageError` if the dataset is not the run's, and at once
+        if `batch` is no whole number of at least 1.
         """
+        batch = whole("batch", batch)
         if isinstance(source, Iterable) and not hasattr(source, "fingerprint"):
-            for item in source:
-                if self.stopped:
-                    return
-                yield item
-        else:
-            yield from self._shared(cast("Shards[T]", source), batch)
+            return self._own(source)
+        return self._shared(cast("Shards[T]", source), batch)
+
+    def _own(self, source: Iterable[T]) -> Iterator[T]:
+        for item in source:
+            if self.stopped:
+                return
+            yield item
 
     def _shared(self, shards: Shards[T], batch: int) -> Iterator[T]:
         client = self._client
@@ -246,18 +253,21 @@ class Session:
         way, while the inner optimizer's averages are still those of nothing."""
         return min(1.0, (self._steps + 1) / REWARM_STEPS) if self.cold else 1.0
 
-    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
+    def step(self, tokens: SupportsInt, loss: torch.Tensor | float | None = None) -> None:
         """Call after `optimizer.step()`: counts, snapshots what was called for, adopts what arrived.
 
-        `tokens`: how many this step trained on (at least 1). Never waits for the network; raises what ended the
-        background thread, if something did.
+        `tokens`: how many this step trained on, 1 to 2⁴⁰: any whole number, also numpy's, a tensor of no dimensions
+        (reading it waits for its device), or a float without a fraction. `loss`: nats per token, a number or a tensor
+        of one element. Both are checked first: `UsageError`, and nothing was counted. Never waits for the network;
+        raises what ended the background thread, if something did.
         """
+        count, loss = whole("tokens", tokens, most=STEP_TOKENS), one_value("loss", loss)
         self._check()
         now = time.monotonic()
         trained_s = now - self._last
         vitals = self._client.vitals
         vitals.train_s += trained_s
-        self._life().books.step(tokens)
+        self._count(count)
         self._steps += 1
         self._note_loss(loss, now)
         self._trained_s = trained_s
@@ -269,6 +279,15 @@ class Session:
         vitals.life_s = done - self._began
         self._last = done
         self._call_soon(self._client.progressed)
+
+    def _count(self, tokens: int) -> None:
+        books = self._life().books
+        if (held := max(map(books.holds, range(len(books))))) + tokens > STEP_TOKENS:
+            raise UsageError(
+                f"tokens = {tokens:,}: with the {held:,} since a fragment was last adopted these are more than the "
+                f"{STEP_TOKENS:,} that one contribution may claim; count predictions, not bytes or parameters"
+            )
+        books.step(tokens)
 
     @property
     def stopped(self) -> str | None:
@@ -302,7 +321,7 @@ class Session:
 
     def poll(self, timeout_s: float) -> list[int]:
         """While nothing is trained: wait for something new, adopt it; fragments adopted."""
-        self._wake.wait(timeout_s)
+        self._wake.wait(real("timeout_s", timeout_s, least=0))
         self._wake.clear()
         self._check()
         return self._boundary()
@@ -313,11 +332,13 @@ class Session:
         return report
 
     def report_heldout(self, loss: float, tokens: int) -> None:
-        """Publish a held-out loss (nats per token) of the model that `tokens` were merged into."""
+        """Publish a held-out loss (nats per token) of the model that `tokens` were merged into, at least 0."""
+        tokens, read = whole("tokens", tokens, 0, most=MOST_TOKENS), one_value("loss", loss)
+        told = None if read is None else float(read)
         vitals = self._client.vitals
 
         def publish() -> None:  # in the thread that reports, so that no heartbeat sees half of it
-            vitals.measured_tokens, vitals.heldout_loss = tokens, loss
+            vitals.measured_tokens, vitals.heldout_loss = tokens, told
             self._client.progressed()
 
         self._call_soon(publish)

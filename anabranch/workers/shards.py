@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import UsageError
 from anabranch.shuffle import Indices, shuffled
+from anabranch.workers.checked import whole
 from anabranch.workers.data import load_corpus, windows
 
 if TYPE_CHECKING:
@@ -49,12 +50,13 @@ class TokenWindows:
     """
 
     def __init__(self, tokens: NDArray[Any], length: int, fingerprint: str) -> None:
-        """`tokens`: integers [n], for example a `numpy.memmap`."""
+        """`tokens`: integers [n], for example a `numpy.memmap`. `UsageError` if they are too few."""
+        length = whole("length", length)
         self._tokens = tokens
         self._length = length
         self.fingerprint = fingerprint
         self._count = (tokens.size - 1) // length - 1  # one less, for the boundaries to move
-        if length < 1 or self._count < 1:
+        if self._count < 1:
             raise UsageError(
                 f"{tokens.size} tokens are too few for windows of {length}: at least {2 * length + 1} are needed"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, SupportsInt, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ class Trains(Protocol):
 
     def batches(self, source: Shards[T] | Iterable[T], batch: int = 1) -> Iterator[T]: ...
 
-    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None: ...
+    def step(self, tokens: SupportsInt, loss: torch.Tensor | float | None = None) -> None: ...
 
     def versions(self) -> list[int]: ...
 

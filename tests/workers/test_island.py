@@ -265,3 +265,13 @@ def test_an_island_has_every_method_of_a_session() -> None:
     assert {"step", "batches", "close"} <= used
     assert used <= set(vars(Island)) & set(vars(Session))
     assert not issubclass(Island, Session)
+
+
+async def test_a_step_of_one_rank_that_cannot_be_counted_ends_the_island(
+    run_url: str, run_name: str, ranks: Ranks
+) -> None:
+    async with bench(run_url, spec_of(run_name)):
+        zero, one = await ranks.play("miscounts", run_url)
+        assert one["error"] == "UsageError"
+        assert one["text"].startswith("tokens = 0.5: allowed is a whole number, 1 to")
+        assert zero["error"] == "IslandBroken"

@@ -306,6 +306,45 @@ async def test_an_evaluator_reports_what_it_measured(run_url: str, run_name: str
         assert {m.role for m in run.state.members.values()} >= {"worker"}
 
 
+# --- numbers ----------------------------------------------------------------------------------------------
+
+
+async def test_a_step_that_cannot_be_counted_is_refused_where_it_is_made(run_url: str, run_name: str) -> None:
+    wrong: dict[str, list[Any]] = {"tokens": [0, -5, 0.5, True, None, 2**40 + 1], "loss": ["1", torch.ones(2)]}
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", tiny()) as session:
+        for value in wrong["tokens"]:
+            with pytest.raises(UsageError, match=r"^tokens = "):
+                session.step(value)
+        for value in wrong["loss"]:
+            with pytest.raises(UsageError, match=r"^loss = "):
+                session.step(8, value)
+        assert session._life().books.report()["processed"] == 0, "nothing was counted"
+        session.step(torch.ones(8, dtype=torch.bool).sum())
+        assert session._life().books.report()["processed"] == 8
+
+
+async def test_steps_that_claim_too_much_together_are_refused(run_url: str, run_name: str) -> None:
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", tiny()) as session:
+        await run.settle()
+        session.step(2**40 - 1)
+        with pytest.raises(UsageError, match=r"^tokens = 2: with the 1,099,511,627,775 since"):
+            session.step(2)
+
+
+async def test_other_numbers_are_refused_by_name(run_url: str, run_name: str) -> None:
+    with pytest.raises(UsageError, match=r"^duty = 0: allowed is a number, above 0 and at most 1"):
+        Session(run_url, tiny(), duty=0)
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "w", tiny()) as session:
+        with pytest.raises(UsageError, match=r"^batch = 0: "):
+            session.batches([1], batch=0)
+        with pytest.raises(UsageError, match=r"^timeout_s = -1: "):
+            session.poll(-1)
+        with pytest.raises(UsageError, match=r"^tokens = -1: "):
+            session.report_heldout(1.0, -1)
+        with pytest.raises(UsageError, match=r"^drain_s = -1: "):
+            session.close(drain_s=-1)
+
+
 # --- leaving ----------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from anabranch.errors import UsageError
 from anabranch.queue.url import RunUrl
+from anabranch.workers.checked import real, whole
 from anabranch.workers.joining import join
 from anabranch.workers.trains import Trains
 
@@ -71,6 +72,7 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """
         self.session: Trains | None = None
         self._url = url
+        duty = real("duty", duty, above=0, most=1)
         self._options: dict[str, Any] = {"name": name, "label": label, "duty": duty, "warm_start": warm_start}
         self._count_tokens = tokens
         self._learning_rate = learning_rate
@@ -193,6 +195,8 @@ class _Counter:
         if not (module.training and torch.is_grad_enabled()):
             return  # evaluation
         tokens = self._count(kwargs)
+        if not isinstance(tokens, torch.Tensor):  # a tensor is read at the end of the step
+            tokens = whole("tokens", tokens, 0)
         self._tokens = self._tokens + tokens
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -203,7 +207,7 @@ class _Counter:
 
     def take(self) -> tuple[int, torch.Tensor | None]:
         """Tokens since the last call, and their mean loss (nats per token; None if the model returned none)."""
-        tokens, total = int(self._tokens), self._loss
+        tokens, total = whole("tokens", self._tokens, 0), self._loss
         self._tokens, self._loss = 0, None
         return tokens, None if total is None else total / max(1, tokens)
 
