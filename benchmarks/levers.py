@@ -60,7 +60,7 @@ class ForgetfulStore(TorchStore):
 
     def load(self, fragment: int, theta: Float32) -> None:
         super().load(fragment, theta)
-        for parameter, _, _ in self._parts[fragment]:
+        for _, parameter, _, _ in self._parts[fragment]:
             if (momentum := self._optimizer.state[parameter].get("exp_avg")) is not None:
                 momentum.mul_(self._keep)
 

@@ -37,6 +37,7 @@ from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices
 from anabranch.workers.checked import STEP_TOKENS, one_value, whole
+from anabranch.workers.copies import Adopter, OnAdopt, adopter_for
 from anabranch.workers.member.client import LEAVE_S
 from anabranch.workers.optimizer_state import load_state
 from anabranch.workers.session import REWARM_STEPS, Companion, Session
@@ -124,18 +125,23 @@ class Island:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        on_adopt: OnAdopt | None = None,
         **options: Any,
     ) -> None:
-        """Prepare; `start` joins. `options` are those of `Session`."""
+        """Prepare; `start` joins. `options` are those of `Session`; `on_adopt` is called on every rank."""
         self.optimizer = optimizer
         self._model = model
+        self._on_adopt = on_adopt
+        self._adopter = Adopter()  # on rank 0 the session has one
         self._group = group if group is not None else dist.group.WORLD
         ranks = dist.get_process_group_ranks(self._group)
         self._rank, self._size, self._first = dist.get_rank(self._group), len(ranks), ranks[0]
         self._control = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
         self._leader: Session | None = None  # rank 0 has one
         self._others = _Others()
-        self._make_leader = partial(Session, url, model, optimizer, companion=self._others, **options)
+        self._make_leader = partial(
+            Session, url, model, optimizer, companion=self._others, on_adopt=on_adopt, **options
+        )
         self._introduced: _Introduction | None = None
         self._tell_loss = True
         self._steps = 0
@@ -146,11 +152,12 @@ class Island:
         """Rank 0 joins and adopts; then all ranks hold the global model. Raises on all ranks what `Session.start`
         raises, and `IslandBroken` if the ranks' models differ."""
         self._compare_models()
+        self._find_copies()
         introduction = self._from_rank_0(self._lead)
         self._introduced = replace(introduction, peer_state=None)  # it may be large
         self._take_over(introduction.peer_state)
         parameters = dict(trainable(self._model))
-        self._parts = [[parameters[name] for name in names] for names in introduction.fragments]
+        self._parts = [[(name, parameters[name]) for name in names] for names in introduction.fragments]
         self._share()
         for part in self._parts:
             self._spread(part)
@@ -292,6 +299,16 @@ class Island:
                 + (odd or f"{len(mine)} trainable tensors here, {len(rank_0)} on rank 0")
             )
 
+    def _find_copies(self) -> None:
+        """Each rank for itself (rank 0 for its error: the session has its own), so that all of them can be told."""
+        error: UsageError | None = None
+        try:
+            self._adopter = adopter_for(dict(trainable(self._model)), self.optimizer, self._on_adopt)
+        except UsageError as raised:
+            error = raised
+        if self._sum([float(error is not None)])[0] > 0:
+            raise error or IslandBroken("another rank of this island has an optimizer that cannot take part")
+
     def _lead(self) -> _Introduction:
         """Rank 0 joins."""
         self._leader = leader = self._make_leader()
@@ -307,7 +324,7 @@ class Island:
         error: PayloadError | None = None
         if self._leader is None:
             try:
-                load_state(self._model, self.optimizer, memoryview(state))
+                load_state(self._model, self.optimizer, memoryview(state), self._adopter.copies.keys)
             except PayloadError as raised:
                 error = raised
         if self._sum([float(error is not None)])[0] > 0:
@@ -340,16 +357,17 @@ class Island:
         return [int(fragment) for fragment in flags[_FLAGS:].nonzero().flatten()]
 
     @torch.no_grad()
-    def _spread(self, parameters: list[torch.nn.Parameter]) -> None:
+    def _spread(self, parts: list[tuple[str, torch.nn.Parameter]]) -> None:
         """Rank 0's values of a fragment's parameters, to all ranks: one message for each dtype."""
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-            flat = torch.cat([parameter.detach().reshape(-1) for parameter in alike])
+        values: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
+        for dtype in dict.fromkeys(parameter.dtype for _, parameter in parts):
+            alike = [(name, parameter) for name, parameter in parts if parameter.dtype == dtype]
+            flat = torch.cat([parameter.detach().reshape(-1) for _, parameter in alike])
             self._together(partial(dist.broadcast, flat, self._first, group=self._group))
-            if self._leader is None:
-                sizes = [parameter.numel() for parameter in alike]
-                for parameter, part in zip(alike, torch.split(flat, sizes), strict=True):
-                    parameter.copy_(part.view(parameter.shape))
+            pieces = torch.split(flat, [parameter.numel() for _, parameter in alike])
+            values += [(*part, piece) for part, piece in zip(alike, pieces, strict=True)]
+        if self._leader is None:
+            self._adopter.put(values)
 
     def _sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)  # whole up to 2⁵³

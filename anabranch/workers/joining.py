@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.queue.url import RunUrl
+from anabranch.workers.copies import OnAdopt
 from anabranch.workers.island import Island
 from anabranch.workers.session import Session as Session
 from anabranch.workers.trains import Trains
@@ -24,6 +25,7 @@ def join(
     offload_base: bool = False,
     warm_start: bool = False,
     timeout_s: float = math.inf,
+    on_adopt: OnAdopt | None = None,
 ) -> Trains:
     """Join a run with a model of your own and adopt the global parameters.
 
@@ -38,6 +40,10 @@ def join(
 
     `url` None: what the environment variable ANABRANCH_URL says. `timeout_s`: how long to wait for the run, for a
     place in it and for its model, before `MemberRefused` says which of them did not come; meanwhile the log does.
+    Copies of the parameters that the optimizer keeps (`z` of schedule-free ones, float32 masters) are found by trying
+    out an optimizer of its kind, and follow what is adopted; one whose copies cannot be found is refused
+    (`UsageError`). With `on_adopt` nothing is tried out: it is called, in the thread that trains, with what was added
+    to each parameter (by name; float32, of the parameter's shape), and writes that to wherever it belongs.
 
     Where torch.distributed is initialised with several processes (torchrun), these are one worker: every rank calls
     this, and then the session's methods, together. See `anabranch.workers.island`.
@@ -59,4 +65,5 @@ def join(
         offload_base=offload_base,
         warm_start=warm_start,
         timeout_s=timeout_s,
+        on_adopt=on_adopt,
     ).start()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load, save
 
 from anabranch.errors import StateUnusable
+from anabranch.workers.copies import in_training, inner
 from anabranch.workers.torch_store import trainable
 
 ABOUT = "/about"  # JSON: no parameter has an empty name
@@ -55,8 +56,14 @@ def pack(state: State) -> memoryview:
     return memoryview(save(state))
 
 
-def load_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, data: memoryview) -> int:
-    """Take over a peer's state for the parameters of the same names; how many have one now.
+def load_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    data: memoryview,
+    copies: frozenset[str] = frozenset(),
+) -> int:
+    """Take over a peer's state for the parameters of the same names; how many have one now. `copies`: keys that hold
+    copies of the parameter (`workers/copies.py`): the peer is elsewhere, so these become copies of ours.
 
     Everything is checked first, against the state that our optimizer makes for a parameter by itself: another kind
     of optimizer, other keys or shapes, a value that is not finite, a second moment below zero, state for less than
@@ -68,6 +75,9 @@ def load_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, 
         raise StateUnusable("our optimizer has a state of its own")
     try:
         state = _checked(model, optimizer, data)
+        for parameter, kept in state.items():
+            for key in copies & kept.keys():
+                kept[key] = parameter.detach().to(kept[key].dtype, copy=True)
         _apply(optimizer, state)
     except StateUnusable:
         raise
@@ -77,11 +87,9 @@ def load_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 
 def _given(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    """`accelerate` wraps optimizers in one of its own."""
     if optimizer is None:
         raise StateUnusable("the session was not given its optimizer")
-    wrapped = getattr(optimizer, "optimizer", None)
-    return wrapped if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+    return inner(optimizer)
 
 
 def _is_warm(state: dict[str, Any]) -> bool:
@@ -120,7 +128,7 @@ def _template(
     stand_in.grad = torch.zeros_like(parameter)
     takes = inspect.signature(type(optimizer)).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in takes}
-    one = type(optimizer)([{**group, "params": [stand_in]}], **settings)
+    one = in_training(type(optimizer)([{**group, "params": [stand_in]}], **settings))
     one.step()
     return dict(one.state[stand_in])
 

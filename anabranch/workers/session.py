@@ -33,6 +33,7 @@ from anabranch.queue.messages import MOST_TOKENS
 from anabranch.queue.records import RunRecord
 from anabranch.queue.url import URL_VARIABLE, RunUrl
 from anabranch.workers.checked import STEP_TOKENS, one_value, real, whole
+from anabranch.workers.copies import Adopter, OnAdopt, adopter_for
 from anabranch.workers.member.client import LEAVE_S, Client
 from anabranch.workers.member.feed import Feed
 from anabranch.workers.member.identity import Identity, default_name
@@ -40,7 +41,7 @@ from anabranch.workers.member.incarnation import Incarnation
 from anabranch.workers.member.learner import Outgoing, Refusal
 from anabranch.workers.member.warm_start import WAIT_S, Pack, WarmStart
 from anabranch.workers.shards import Shards
-from anabranch.workers.torch_store import TorchStore, shapes
+from anabranch.workers.torch_store import TorchStore, shapes, trainable
 
 log = logging.getLogger("anabranch.worker")
 
@@ -84,6 +85,7 @@ class Session:
         offload_base: bool = False,
         warm_start: bool = False,
         timeout_s: float = math.inf,
+        on_adopt: OnAdopt | None = None,
         companion: Companion | None = None,
     ) -> None:
         """Prepare; `start` joins. Options are those of `anabranch.join`; `warm_start` needs `optimizer`. `companion`:
@@ -103,6 +105,8 @@ class Session:
             warm_start=warm_start,
         )
         self._companion = companion or Companion()
+        self._on_adopt = on_adopt
+        self._adopter = Adopter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -118,8 +122,10 @@ class Session:
     # --- life ---------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Join the run and adopt the global model; blocks until then. Raises `MemberRefused`, `ServerError`."""
+        """Join the run and adopt the global model; blocks until then. Raises `MemberRefused`, `ServerError`, and
+        `UsageError` for a model or an optimizer that cannot take part."""
         until = time.monotonic() + self._timeout_s
+        self._adopter = adopter_for(dict(trainable(self._model)), self.optimizer, self._on_adopt)
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
         self._thread.start()
         self.cold = True  # until it turns out that everybody's optimizer is new
@@ -373,7 +379,7 @@ class Session:
         layout = layout_for(record.spec, shapes(self._model))
         if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
             raise LayoutMismatch(f"this model is not the run's: {difference}")
-        store = TorchStore(self._model, layout, offload_base=self._offload_base)
+        store = TorchStore(self._model, layout, offload_base=self._offload_base, adopter=self._adopter)
         await self._client.serve(record, store, layout)
 
     async def _leave(self, reason: str, within_s: float, left: asyncio.Event) -> None:
@@ -420,7 +426,7 @@ class Session:
             warm.arrived, reason = None, None
             if self.warmth < 1.0 and self._companion.may_take_over():  # else we have warmed up by ourselves
                 try:
-                    count = load_state(self._model, self.optimizer, data)
+                    count = load_state(self._model, self.optimizer, data, self._adopter.copies.keys)
                     log.info("warm start: a peer's optimizer state for %d parameters", count)
                     self.cold = False
                     self._companion.took_over(data)

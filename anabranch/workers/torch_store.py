@@ -10,6 +10,7 @@ import torch
 
 from anabranch.errors import UsageError
 from anabranch.merge.fragments import Layout
+from anabranch.workers.copies import Adopter
 from anabranch.workers.member.adoption import Float32
 
 
@@ -62,13 +63,17 @@ class TorchStore:
     Whatever the model's dtype, base and Δ are float32; a model in bfloat16 rounds what it adopts.
     """
 
-    def __init__(self, model: torch.nn.Module, layout: Layout, *, offload_base: bool = False) -> None:
-        """`offload_base`: keep the base on the host; a snapshot then moves one fragment at a time to the device."""
+    def __init__(
+        self, model: torch.nn.Module, layout: Layout, *, offload_base: bool = False, adopter: Adopter | None = None
+    ) -> None:
+        """`offload_base`: keep the base on the host; a snapshot then moves one fragment at a time to the device.
+        `adopter`: what writes to parameters, and to an optimizer's copies of them."""
         named = dict(trainable(model))
         self._parts = [
-            [(named[tensor.name], start, stop) for tensor, start, stop in fragment.segments]
+            [(tensor.name, named[tensor.name], start, stop) for tensor, start, stop in fragment.segments]
             for fragment in layout.fragments
         ]
+        self._adopter = adopter or Adopter()
         self._device = next(iter(named.values())).device
         where = torch.device("cpu") if offload_base else self._device
         self._bases = [torch.empty(fragment.size, device=where) for fragment in layout.fragments]
@@ -77,7 +82,7 @@ class TorchStore:
     def delta(self, fragment: int) -> Float32:
         kept = self._bases[fragment].to(self._device)
         result = torch.empty_like(kept)
-        for parameter, start, stop in self._parts[fragment]:
+        for _, parameter, start, stop in self._parts[fragment]:
             torch.sub(kept[start:stop], parameter.detach().reshape(-1).float(), out=result[start:stop])
         return _to_numpy(result)
 
@@ -107,12 +112,13 @@ class TorchStore:
 
     def _put(self, fragment: int, base: torch.Tensor, live: torch.Tensor) -> None:
         self._bases[fragment].copy_(base)
-        for parameter, start, stop in self._parts[fragment]:
-            parameter.copy_(live[start:stop].view(parameter.shape))
+        self._adopter.put(
+            (name, parameter, live[start:stop]) for name, parameter, start, stop in self._parts[fragment]
+        )
 
     def _live(self, fragment: int) -> torch.Tensor:
         """The live parameters as a new flat float32 vector on their device."""
-        return torch.cat([parameter.detach().reshape(-1).float() for parameter, _, _ in self._parts[fragment]])
+        return torch.cat([parameter.detach().reshape(-1).float() for _, parameter, _, _ in self._parts[fragment]])
 
     def _on_device(self, flat: Float32) -> torch.Tensor:
         array = flat if flat.flags.writeable else np.require(flat, requirements=["W"])

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from anabranch.workers.shards import TokenWindows
 from tests.conftest import ServerFactory
 from tests.harness import Bench, bench, make_spec
 from tests.wait import PATIENCE_S, wait_until, wait_until_sync
+from tests.workers.test_copies import Hidden, ScheduleFree
+from tests.workers.test_copies import train as stepping
 
 TOKENS = 8
 SILENT_S = 2.0  # several heartbeats
@@ -304,6 +307,39 @@ async def test_an_evaluator_reports_what_it_measured(run_url: str, run_name: str
         finally:
             await asyncio.to_thread(watcher.close)
         assert {m.role for m in run.state.members.values()} >= {"worker"}
+
+
+# --- optimizers that keep copies --------------------------------------------------------------------------
+
+
+async def test_an_optimizers_copies_follow_what_is_adopted(run_url: str, run_name: str) -> None:
+    first, second = tiny(1), tiny(2)
+    optimizer = ScheduleFree(second.parameters())
+    optimizer.train()
+    stepping(second, optimizer, 3)
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", first):
+        session = await asyncio.to_thread(anabranch.join, run.url, second, optimizer, name="second")
+        try:
+            assert equal(parameters(second), parameters(first))
+            stepping(second, optimizer, 10, gradients=False)
+            for one, other in zip(first.parameters(), second.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0.3)
+        finally:
+            await asyncio.to_thread(session.close)
+
+
+async def test_an_optimizer_whose_copies_are_not_found_needs_a_hook(run_url: str, run_name: str) -> None:
+    first, second = tiny(1), tiny(2)
+    optimizer = Hidden(second.parameters())
+    told: set[str] = set()
+    async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", first):
+        with pytest.raises(UsageError, match="Hidden keeps a second copy"):
+            await asyncio.to_thread(anabranch.join, run.url, second, optimizer, name="second")
+        session = await asyncio.to_thread(
+            partial(anabranch.join, run.url, second, optimizer, name="second", on_adopt=told.update)
+        )
+        await asyncio.to_thread(session.close)
+    assert told == parameters(second).keys()
 
 
 # --- numbers ----------------------------------------------------------------------------------------------

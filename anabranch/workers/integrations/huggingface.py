@@ -38,6 +38,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from anabranch.errors import UsageError
 from anabranch.queue.url import RunUrl
 from anabranch.workers.checked import real, whole
+from anabranch.workers.copies import OnAdopt
 from anabranch.workers.joining import join
 from anabranch.workers.trains import Trains
 
@@ -63,8 +64,9 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         warm_start: bool = False,
         tokens: Callable[[Mapping[str, Any]], Count] | None = None,
         learning_rate: Callable[[int], float] | None = None,
+        on_adopt: OnAdopt | None = None,
     ) -> None:
-        """`url`, `name`, `label`, `duty`, `warm_start`: as for `anabranch.join`.
+        """`url`, `name`, `label`, `duty`, `warm_start`, `on_adopt`: as for `anabranch.join`.
 
         `tokens`: from a model's keyword arguments (one micro-batch) how many tokens it trains on, at least 0.
         `learning_rate`: from the tokens that the whole run has merged to the rate of every parameter group, instead
@@ -73,7 +75,9 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self.session: Trains | None = None
         self._url = url
         duty = real("duty", duty, above=0, most=1)
-        self._options: dict[str, Any] = {"name": name, "label": label, "duty": duty, "warm_start": warm_start}
+        self._options: dict[str, Any] = {
+            "name": name, "label": label, "duty": duty, "warm_start": warm_start, "on_adopt": on_adopt
+        }  # fmt: skip
         self._count_tokens = tokens
         self._learning_rate = learning_rate
         self._counter: _Counter | None = None
