@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import SpecError
 from anabranch.merge import _blocks
-from anabranch.merge.average import MergeRules, Rule, merge_fragment
+from anabranch.merge.average import RADIAL_FROM, MergeRules, Rule, merge_fragment
 from anabranch.merge.fragments import Fragment, TensorSpec
 from tests.merge import reference
 
@@ -34,10 +34,14 @@ def vector(*values: float) -> Vector:
 
 
 def merged(rule: Rule, deltas: list[Vector], weights: list[float]) -> Vector:
-    result = merge_fragment(one(deltas[0].size), deltas, weights, RULES[rule])
+    """Few elements are followed by zeros, which change no norm: tensors below `RADIAL_FROM` are a case apart."""
+    size = deltas[0].size
+    padded = [np.pad(delta, (0, max(0, RADIAL_FROM - size))) for delta in deltas]
+    result = merge_fragment(one(padded[0].size), padded, weights, RULES[rule])
     assert result is not None
     assert result.dtype == np.float32
-    return result
+    assert not result[size:].any()
+    return result[:size]
 
 
 def length(flat: NDArray[np.floating]) -> float:
@@ -85,7 +89,7 @@ def test_each_tensor_is_merged_alone_and_by_its_rule() -> None:
     wanted = [
         reference.average([d[:20] for d in deltas], weights),
         reference.radial([d[20:38] for d in deltas], weights),
-        reference.radial([d[38:] for d in deltas], weights),
+        reference.average([d[38:] for d in deltas], weights),  # a scalar: below RADIAL_FROM
     ]
     np.testing.assert_allclose(result, np.concatenate(wanted), rtol=2e-5, atol=1e-6)
 
@@ -173,6 +177,21 @@ def test_norms_average_shrinks_radial_keeps(case: tuple[int, list[float], int]) 
 
 
 # edge cases
+
+
+def test_a_tensor_of_few_elements_is_averaged() -> None:
+    scalar = [vector(0.1), vector(0.1), vector(-1.0)]
+    result = merge_fragment(one(1), scalar, [1.0] * 3, RULES["radial"])
+    np.testing.assert_allclose(result, [-0.8 / 3], rtol=1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [RADIAL_FROM - 1, RADIAL_FROM])
+def test_from_how_many_elements_on_a_tensor_has_a_direction(size: int) -> None:
+    deltas, weights = random_deltas(1, 3, size), [1.0, 2.0, 3.0]
+    result = merge_fragment(one(size), deltas, weights, RULES["radial"])
+    wanted = (reference.average if size < RADIAL_FROM else reference.radial)(deltas, weights)
+    assert result is not None
+    assert_close(result, wanted, deltas)
 
 
 def test_no_weight_no_merge() -> None:
