@@ -15,9 +15,12 @@ Float32 = NDArray[np.float32]
 
 
 def layout_for(spec: RunSpec, tensors: Sequence[tuple[str, Sequence[int]]]) -> Layout:
-    """The run's layout of these (name, shape) in the model's own order: every member computes the same one."""
+    """The run's layout of these (name, shape) in the model's own order: every member computes the same one.
+
+    A fragment holds whole tensors: of a model with fewer tensors than `rounds.fragments` each is a fragment.
+    """
     named = [TensorSpec(name, tuple(shape), spec.merge.is_embedding(name)) for name, shape in tensors]
-    return plan_layout(named, spec.rounds.fragments)
+    return plan_layout(named, min(spec.rounds.fragments, max(1, len(named))))
 
 
 def flatten(arrays: Sequence[NDArray[Any]]) -> Float32:

@@ -224,6 +224,8 @@ def test_another_definition_for_a_stored_run_is_one_line(tmp_path: Path, spec: P
     directory = tmp_path / "run"
     with up(directory, "--name", "mine", "--spec", str(spec)) as first:
         wait_until_sync(lambda: first.status().get("leader"), "it leads")
+        with process("worker", "--name", "w", environment={"ANABRANCH_URL": first.url}):
+            wait_until_sync(lambda: first.status().get("fragments"), "it has a model")
         assert first.end() == 0
     again = ("up", "--dir", str(directory), "--name", "mine", "--spec", str(spec))
     done = anabranch(*again, "--set", "merge.outer_lr=0.1")

@@ -18,7 +18,7 @@ from anabranch.faults import fail_at
 from anabranch.orchestrator.checkpoint import Restored, Snapshot, take_snapshot
 from anabranch.orchestrator.context import Context
 from anabranch.orchestrator.core import instructions as do
-from anabranch.orchestrator.core.events import Draining, Event, Returned, Started
+from anabranch.orchestrator.core.events import Draining, Event, Redefined, Returned, Started
 from anabranch.orchestrator.core.port import Batch, Core
 from anabranch.orchestrator.core.state import State
 from anabranch.orchestrator.core.timers import Timers
@@ -114,6 +114,9 @@ class Leading:
         opening = self._scribe.opening(context.life.run_id, loaded.restored, loaded.broadcast, loaded.replaced)
         if loaded.returned is not None:
             core.step(Returned(loaded.returned), self._clock.now)
+        if loaded.redefined is not None:
+            log.warning("%s", loaded.redefined)
+            core.step(Redefined(loaded.redefined), self._clock.now)
         core.step(Started(context.fresh, init_given=context.init is not None), self._clock.now)
         await self._carry_out(everything=True, begun=opening)
         if core.state.stopped:  # while we stood by: whoever stopped the run meant us, too

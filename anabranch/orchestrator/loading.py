@@ -56,6 +56,7 @@ class Loaded:
     replaced: tuple[Claim, ...] = ()  # put back: blobs of what it takes the place of
     broadcast: int = 0  # put back: by how much the broadcast numbering lags behind what members saw
     heard: int = 0  # number of the last broadcast entry that members may have seen
+    redefined: str | None = None  # how the definition differs from what members know
 
 
 def pack_stored(state: State, broadcast: int, now: float) -> bytes:
@@ -79,7 +80,8 @@ async def load_run(context: Context, memory: Restored | None) -> Loaded:
 async def _load(context: Context, memory: Restored | None) -> Loaded:
     run, now, nonce = context.keys.run, context.clock.tick(), secrets.token_hex(4)
     stored: Stored = await context.persist(
-        lambda: read_stored(context.redis, context.keys, context.spec, nonce, now), "read the stored run"
+        lambda: read_stored(context.redis, context.keys, context.spec, nonce, now, may_change=context.fresh),
+        "read the stored run",
     )
     await _make_room(context, damaged=False)
     state, place = stored.state, _stored_place(stored)
@@ -100,7 +102,8 @@ async def _load(context: Context, memory: Restored | None) -> Loaded:
     if state.born:
         log.info("run %s continues: %s tokens applied", run, f"{state.tokens:,}")
     record = replace(stored.record, schema=_schema(stored), release=VERSION)
-    return Loaded(state, record, vault, suspicion if state.born else None, heard=stored.broadcast)
+    returned = suspicion if state.born else None
+    return Loaded(state, record, vault, returned, heard=stored.broadcast, redefined=stored.redefined)
 
 
 def _schema(stored: Stored) -> int:

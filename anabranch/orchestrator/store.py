@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anabranch.errors import CommandRefused, MalformedMessage, MessageError, SpecError
@@ -37,17 +37,32 @@ class Stored:
     members: tuple[int, ...] = ()  # incarnations that have a record
     claims: tuple[messages.Claim, ...] = ()  # blobs that it names
     damage: str | None = None  # why it cannot be read; the state is an unborn one then
+    redefined: str | None = None  # how the definition differs from what members know
 
 
-async def read_stored(redis: Redis, keys: Keys, spec: RunSpec | None, nonce: str, now: float) -> Stored:
+async def read_stored(
+    redis: Redis, keys: Keys, spec: RunSpec | None, nonce: str, now: float, *, may_change: bool = False
+) -> Stored:
     """Read a stored run, or begin one. `SpecError` if `spec` differs from the stored one in what cannot change.
 
-    `spec` None takes the stored one. Mutable settings continue as stored. Whatever cannot be read is `damage`.
+    `spec` None takes the stored one. Mutable settings continue as stored. `may_change`: `spec` takes its place if the
+    run has no model yet. Whatever cannot be read is `damage`.
     """
+    found = await _read_stored(redis, keys, spec, nonce, now)
+    stored, state = found.record.spec, found.state
+    if spec is None or spec.hash == stored.hash:
+        return found
+    if not may_change or found.record.layout is not None or state.born or state.orphaned or found.damage is not None:
+        check_same(keys.run, spec, stored)
+    state.spec = spec
+    difference = _first_difference(spec, stored, "now", "before")
+    why = f"the run's definition was changed before it had a model: {difference}"
+    return replace(found, record=replace(found.record, spec=spec), redefined=why)
+
+
+async def _read_stored(redis: Redis, keys: Keys, spec: RunSpec | None, nonce: str, now: float) -> Stored:
     found: list[str] = []
     record = await _read(read_run(redis, keys), found)
-    if record is not None:
-        check_same(keys.run, spec, record.spec)
     fields, booked = await _read_hash(redis, keys.state, found), await _read_hash(redis, keys.ledger, found)
     was_born = any(name.startswith(b"fragment:") for name in fields) or (
         record is not None and record.layout is not None
@@ -185,14 +200,14 @@ def _departed(fields: dict[bytes, bytes], fragments: int) -> list[list[int]]:
     return books if any(map(any, books)) else []
 
 
-def _first_difference(new: RunSpec, stored: RunSpec) -> str:
+def _first_difference(new: RunSpec, stored: RunSpec, here: str = "here", there: str = "in the run") -> str:
     ours, theirs = new.model_dump(mode="json"), stored.model_dump(mode="json")
     for section, value in ours.items():
         if not isinstance(value, dict):
             if value != theirs[section]:
-                return f"{section} = {value!r} here, {theirs[section]!r} in the run"
+                return f"{section} = {value!r} {here}, {theirs[section]!r} {there}"
             continue
         for key, item in value.items():
             if item != theirs[section].get(key) and f"{section}.{key}" not in MUTABLE:
-                return f"{section}.{key} = {item!r} here, {theirs[section].get(key)!r} in the run"
+                return f"{section}.{key} = {item!r} {here}, {theirs[section].get(key)!r} {there}"
     return "its hash differs"

@@ -379,6 +379,8 @@ class Session:
         layout = layout_for(record.spec, shapes(self._model))
         if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
             raise LayoutMismatch(f"this model is not the run's: {difference}")
+        if (wished := record.spec.rounds.fragments) > (count := len(layout.fragments)):
+            log.info("the model has %d tensors, so as many fragments: rounds.fragments = %d is more", count, wished)
         store = TorchStore(self._model, layout, offload_base=self._offload_base, adopter=self._adopter)
         await self._client.serve(record, store, layout)
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from anabranch.cli import app
 from anabranch.settings import load_spec
+from anabranch.spec import RoundsSpec
 from anabranch.workers.run import Ending, MemberOptions, run_worker
 from anabranch.workers.tasks.hf import HFConfig
 from tests.examples.test_examples import EXAMPLES, in_process, spec_of
@@ -38,7 +39,8 @@ async def test_the_task_in_the_document_trains_in_a_run(
     [code] = [block for block in re.findall(r"```python\n(.*?)```", TASKS, re.DOTALL) if "class SquaresTask" in block]
     (tmp_path / "squares.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    async with bench(run_url, spec_of(run_name, task="squares:SquaresTask")) as run:
+    default = {"fragments": RoundsSpec().fragments}  # more than it has tensors
+    async with bench(run_url, spec_of(run_name, task="squares:SquaresTask", rounds=default)) as run:
         ending = Ending()
         worker = asyncio.create_task(asyncio.to_thread(run_worker, run.url, MemberOptions(name="w"), ending))
         losses: list[float] = []

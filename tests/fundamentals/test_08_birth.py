@@ -23,6 +23,21 @@ async def test_version_0_is_the_asked_workers_model(run_url: str, run_name: str)
             np.testing.assert_array_equal(run.theta(p), expected.theta[p])
 
 
+async def test_a_model_of_few_tensors_has_as_many_fragments(run_url: str, run_name: str) -> None:
+    spec = make_spec(run_name, rounds={"fragments": 8}, task={"options": {"tensors": 3, "size": 8}})
+    async with bench(run_url, spec) as run:
+        run.add("w")
+        await run.reach(2)
+        assert len(run.versions()) == 3
+        assert run.state.spec.rounds.fragments == 8, "the definition stays what it was"
+        assert run.state.pacing.interval_steps == spec.rounds.inner_steps / 3
+        [born] = run.tape("born")
+        assert born["reason"].endswith("(rounds.fragments = 8, but the model has only 3 tensors)")
+    async with bench(run_url, spec) as again:
+        again.add("again")
+        await again.reach(4)
+
+
 async def test_version_0_from_a_file(run_url: str, run_name: str, tmp_path: Path) -> None:
     spec = make_spec(run_name)
     layout = SyntheticOptions.parse(spec.task.options).layout(spec)

@@ -97,8 +97,32 @@ async def test_the_first_difference_is_named(
     run_url: str, run_name: str, sections: dict[str, dict[str, object]], words: str
 ) -> None:
     async with bench(run_url, make_spec(run_name)) as run:
+        run.add("w")
+        await run.reach(0)
         with pytest.raises(SpecError, match=words):
             await store.read_stored(run.redis, run.keys, make_spec(run_name, **sections), "aa", 0.0)
+
+
+@pytest.mark.parametrize("may_change", [False, True])
+async def test_before_there_is_a_model_a_definition_may_change(
+    run_url: str, run_name: str, *, may_change: bool
+) -> None:
+    other = make_spec(run_name, rounds={"fragments": 3})
+    async with bench(run_url, make_spec(run_name)) as run:
+        read = store.read_stored(run.redis, run.keys, other, "aa", 0.0, may_change=may_change)
+        if not may_change:
+            with pytest.raises(SpecError, match="another definition"):
+                await read
+            return
+        stored = await read
+        assert stored.redefined == (
+            "the run's definition was changed before it had a model: rounds.fragments = 3 now, 2 before"
+        )
+        assert stored.state.spec == stored.record.spec == other
+        run.add("w")
+        await run.reach(0)
+        with pytest.raises(SpecError, match="another definition"):
+            await store.read_stored(run.redis, run.keys, other, "aa", 0.0, may_change=True)
 
 
 async def test_settings_that_may_change_are_no_difference(run_url: str, run_name: str) -> None:

@@ -108,11 +108,35 @@ async def test_an_unsuitable_server_is_refused(server_factory: ServerFactory) ->
 
 
 async def test_another_definition_is_refused_naming_the_first_difference(run_url: str, run_name: str) -> None:
-    async with bench(run_url, make_spec(run_name)):
-        pass
+    async with bench(run_url, make_spec(run_name)) as run:
+        run.add("w", QUICK)
+        await run.reach(0)
     other = make_spec(run_name, merge={"outer_lr": 0.3})
     with pytest.raises(SpecError, match=r"merge\.outer_lr = 0\.3 here, 0\.7 in the run"):
         await Synchronizer(RunUrl.parse(run_url), other).run()
+
+
+async def test_a_run_without_a_model_takes_another_definition_and_dismisses_who_waits(
+    run_url: str, run_name: str
+) -> None:
+    """A worker of the old one may be here already, asked for version 0 or not."""
+    async with bench(run_url, make_spec(run_name)) as run:
+        for name in ("asked", "waits"):
+            await run.post(name, messages.Register(nonce=name[0].encode() * 16, name=name, can_init=True))
+            await run.redis.publish(run.keys.knock, name)
+            await wait_until(lambda name=name: name in {m.name for m in run.state.members.values()}, "it is a member")
+    other = make_spec(run_name, rounds={"fragments": 3})
+    async with bench(run_url, other) as again:
+        await wait_until(lambda: len(again.tape("gone")) == 2, "both are dismissed")
+        assert again.tape("redefined")[0]["reason"].endswith("rounds.fragments = 3 now, 2 before")
+        assert [event["reason"].partition(" was turned away")[0] for event in again.tape("gone")] == [
+            "asked",
+            "waits",
+        ]
+        assert len(again.tape("init asked")) == 1, "nobody of before is asked for version 0 again"
+        again.add("new", QUICK)
+        await again.reach(1)
+        assert len(again.versions()) == 3
 
 
 async def test_a_mutable_setting_continues_as_stored(run_url: str, run_name: str) -> None:

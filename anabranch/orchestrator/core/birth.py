@@ -48,6 +48,8 @@ def ready(state: State, event: InitReady) -> Iterator[Instruction]:
         for index, (size, digest) in enumerate(zip(event.sizes, event.digests, strict=True))
     ]
     reason = f"version 0 of {len(state.fragments)} fragments, {sum(event.sizes):,} parameters"
+    if (wished := state.spec.rounds.fragments) > len(state.fragments):
+        reason += f" (rounds.fragments = {wished}, but the model has only {len(state.fragments)} tensors)"
     yield Birth(reason, state.timeline)
     yield Tell(reason, Born(timeline=state.timeline))
     yield from membership.born(state)

@@ -57,7 +57,7 @@ def review_all(state: State, now: float) -> Iterator[Instruction]:
 def _wait_for_more(state: State, round_: Round, now: float) -> Iterator[Instruction]:
     """The grace window, from the quorum on."""
     assert round_.quorum_at is not None
-    round_.grace_s = state.averages.grace_s(state.spec.rounds)
+    round_.grace_s = state.averages.grace_s(state.pacing)
     left = round_.grace_s - (now - round_.quorum_at)
     if left > 0:
         yield SetTimer("grace", "grace", left, round_.number)

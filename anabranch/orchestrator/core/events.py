@@ -58,6 +58,13 @@ class Returned:
 
 
 @dataclass(frozen=True)
+class Redefined:
+    """The run has no model yet, and was started with another definition than its members know."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Fetched:
     """A contribution's payload was fetched and verified."""
 
@@ -145,6 +152,7 @@ Event = (
     | Unreadable
     | Started
     | Returned
+    | Redefined
     | Fetched
     | FetchFailed
     | Merged

@@ -104,6 +104,16 @@ def expel(state: State, member: Member, reason: str) -> Iterator[Instruction]:
     yield from go(state, member, f"{member.name} was turned away: {reason}")
 
 
+def dismiss_all(state: State, reason: str) -> Iterator[Instruction]:
+    """Whoever is here follows another definition, and has to begin anew under this one."""
+    yield Note(reason, "redefined")
+    live = [member for member in state.members.values() if member.live]
+    for member in live:
+        member.live = False  # none of them is asked for version 0
+    for member in live:
+        yield from expel(state, member, f"{reason}; start it again")
+
+
 def ask_for_init(state: State) -> Iterator[Instruction]:
     """Ask one member for version 0, if there is none yet and nobody who was asked is still here."""
     asked = state.members.get(state.asked_init)

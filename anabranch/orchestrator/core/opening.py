@@ -32,7 +32,7 @@ def open_due(state: State, now: float) -> Iterator[Instruction]:
             return
         if pacer.step_s > 0:
             state.averages.step_s = average(state.averages.step_s, pacer.step_s)
-        made, interval = pacer.steps - pacer.mark, state.spec.rounds.interval_steps
+        made, interval = pacer.steps - pacer.mark, state.pacing.interval_steps
         _restart_interval(state, pacer, now)
         yield from _open(state, *choice, f"{pacer.name} made {made:.0f} steps (H/P = {interval:g})", now)
 
@@ -44,7 +44,7 @@ def makes_due(state: State, said: messages.Message) -> bool:
         member = state.members.get(said.incarnation)
         if member is None or state.due_at is not None:  # then it asks itself, if it has come to be able to answer
             return False
-        return member.steps - member.mark >= state.spec.rounds.interval_steps
+        return member.steps - member.mark >= state.pacing.interval_steps
     return not isinstance(said, messages.Contribution)
 
 
@@ -54,7 +54,7 @@ def _pacer(state: State, now: float) -> Member | None:
 
     K′ = min(K, workers that advance). Nobody is sorted while none is due: this is asked after most events.
     """
-    interval, quorum = state.spec.rounds.interval_steps, state.spec.rounds.quorum
+    interval, quorum = state.pacing.interval_steps, state.spec.rounds.quorum
     members = state.members.values()
     if state.due_at is not None:
         advancing = (m for m in members if policies.advances(m, state, now))
@@ -73,11 +73,11 @@ def _restart_interval(state: State, pacer: Member, now: float) -> None:
     """Begin a new interval for everybody. The pacing worker's overshoot, if it is less than one interval, is
     carried over, so that coarse progress reports do not lower the rate; more is dropped: missed openings
     coalesce."""
-    overshoot = pacer.steps - pacer.mark - state.spec.rounds.interval_steps
+    overshoot = pacer.steps - pacer.mark - state.pacing.interval_steps
     state.interval_at, state.due_at = now, None
     for member in state.members.values():
         member.mark = float(member.steps)
-    if 0 < overshoot < state.spec.rounds.interval_steps:
+    if 0 < overshoot < state.pacing.interval_steps:
         pacer.mark -= overshoot
 
 
@@ -151,7 +151,7 @@ def _open(state: State, fragment: Fragment, called: list[Member], reason: str, n
         fragment=fragment.index,
         base=fragment.version,
         opened_at=now,
-        deadline_s=state.averages.deadline_s(state.spec.rounds),
+        deadline_s=state.averages.deadline_s(state.pacing),
         called={m.incarnation for m in called},
         reason=reason,
     )

@@ -80,7 +80,7 @@ def wanted(state: State, now: float) -> int:
     rounds = state.spec.rounds
     if rounds.quorum != "all":
         return rounds.quorum
-    if state.due_at is not None and now - state.due_at >= state.averages.deadline_s(rounds):
+    if state.due_at is not None and now - state.due_at >= state.averages.deadline_s(state.pacing):
         return 1
     longest_s = longest_step_s(state, now)
     return sum(m.is_worker and condition(m, state, now, longest_s) == "live" for m in state.members.values())

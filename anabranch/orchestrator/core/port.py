@@ -41,6 +41,7 @@ from anabranch.orchestrator.core.events import (
     InitReady,
     MemorySeen,
     Merged,
+    Redefined,
     Returned,
     Saved,
     Started,
@@ -151,6 +152,8 @@ class Core:
                 state.draining = True
             case Returned():
                 yield from timelines.begin(state, event.reason)
+            case Redefined():
+                yield from membership.dismiss_all(state, event.reason)
             case Started():
                 yield from self._start(event, now)
 

@@ -7,7 +7,7 @@ Instants are readings of the core's clock. What of this is stored, and what a su
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import PlainSerializer
@@ -17,7 +17,7 @@ from anabranch.orchestrator.core.grace import Averages
 from anabranch.orchestrator.core.ledger import Account
 from anabranch.orchestrator.core.stages import TRANSITIONS, Stage
 from anabranch.queue.messages import Progress, Register
-from anabranch.spec import RunSpec
+from anabranch.spec import RoundsSpec, RunSpec
 
 OUTCOMES_KEPT = 8  # per incarnation and fragment: what a resend can still be recognised by
 ROUNDS_KEPT = 32  # per fragment: to tell `late` from `stale`
@@ -233,6 +233,11 @@ class Departed:
     bytes_sent: int = 0
 
 
+@lru_cache(maxsize=16)
+def _lowered(rounds: RoundsSpec, fragments: int) -> RoundsSpec:
+    return rounds.model_copy(update={"fragments": fragments})
+
+
 @dataclass
 class State:
     """Everything the core decides from."""
@@ -273,6 +278,12 @@ class State:
     @property
     def born(self) -> bool:
         return bool(self.fragments)
+
+    @property
+    def pacing(self) -> RoundsSpec:
+        """`spec.rounds` with P as it is: a model of fewer tensors has fewer fragments than the definition says."""
+        rounds, count = self.spec.rounds, len(self.fragments)
+        return rounds if not 0 < count < rounds.fragments else _lowered(rounds, count)
 
     @property
     def verifying(self) -> set[tuple[int, int]]:

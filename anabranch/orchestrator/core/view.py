@@ -109,7 +109,7 @@ def _recent(state: State) -> set[int]:
 
 def _settings(state: State) -> dict[str, Any]:
     spec = state.spec
-    rounds = spec.rounds.model_dump(
+    rounds = state.pacing.model_dump(
         include={"quorum", "inner_steps", "fragments", "in_flight", "grace_factor", "grace_cap_s"}
     )
     workers = spec.workers.model_dump(include={"heartbeat_s", "codec", "adoption"})
@@ -118,7 +118,7 @@ def _settings(state: State) -> dict[str, Any]:
 
 
 def _averages(state: State) -> dict[str, Any]:
-    return {**vars(state.averages), "slack_s": state.averages.slack_s(state.spec.rounds)}
+    return {**vars(state.averages), "slack_s": state.averages.slack_s(state.pacing)}
 
 
 def _round(state: State, round_: Round, now: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
-from anabranch.errors import ServerError
+from anabranch.errors import MemberRefused, ServerError
 from anabranch.loops import leaf, run_async
 from anabranch.merge.fragments import Layout
 from anabranch.queue import messages
@@ -151,11 +151,12 @@ class Client:
     async def _live(self, record: RunRecord, store: ParameterStore, layout: Layout) -> bool:
         """One incarnation, from asking for it to its end; False once the run has stopped."""
         # Settings may have changed since `record` was read, and the schema with whoever leads now.
-        record = await self.line.read_run() or record
+        record = await self._same_run(record)
         admission = await Registration(self.line, record, self.identity, layout, self.waiting).answer()
         if isinstance(admission, messages.Stop):
             self._process.stop(admission.reason)
             return False
+        await self._same_run(record)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self.life = life = self._begin(admission, store, layout, tasks)
@@ -174,6 +175,16 @@ class Client:
         if over.unknown:
             await life.post(messages.Farewell(incarnation=life.number, reason=str(over)[:REASON_LIMIT]))
         return True
+
+    async def _same_run(self, record: RunRecord) -> RunRecord:
+        """The run's record as it is now. `MemberRefused` if it has another definition than what we were built for."""
+        current = await self.line.read_run() or record
+        if current.spec.hash != record.spec.hash:
+            raise MemberRefused(
+                f"run {self.line.keys.run!r} has another definition now than when {self.line.name!r} began to join: "
+                "start it again"
+            )
+        return current
 
     def feed(self, feed: Feed) -> None:
         """Ask for data ranges from now on. Call it in the I/O thread, once the run is joined."""
