@@ -147,6 +147,8 @@ def _fitting(tensors: Tensors, config: Mapping[str, Any], location: str) -> Tens
         )
     dropped = set[str]()
     for names, shape in groups:
+        if 0 in shape:  # nothing of it was trained, and loading it needs nothing
+            continue
         dropped |= _check_group([name for name in names if name in tensors], names, shape, tensors, location)
     return {name: array for name, array in tensors.items() if name not in dropped}
 

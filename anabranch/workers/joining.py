@@ -48,7 +48,7 @@ def join(
     Where torch.distributed is initialised with several processes (torchrun), these are one worker: every rank calls
     this, and then the session's methods, together. See `anabranch.workers.island`.
     """
-    device = str(next(model.parameters()).device)
+    device = next((str(parameter.device) for parameter in model.parameters()), "")
     if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
         device = f"{ranks} × {device}"
         kind: type[Session | Island] = Island

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -13,26 +14,45 @@ from anabranch.merge.fragments import Layout
 from anabranch.workers.copies import Adopter
 from anabranch.workers.member.adoption import Float32
 
+log = logging.getLogger("anabranch.worker")
+
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters a run synchronizes: those that require gradients, each shared tensor once.
+    """The parameters a run synchronizes: those that require gradients and have elements, each shared tensor once.
 
     Their names are the plain model's: `DistributedDataParallel`, `DataParallel` and `torch.compile` add nothing.
-    Frozen parameters and buffers stay what each member has. Raises `UsageError` if there are none, or if a parameter
-    is sharded (FSDP, DeepSpeed ZeRO-3, tensor parallel), so that no process has all of it.
+    Frozen parameters and buffers stay what each member has. Raises `UsageError` if there are none, or if one cannot
+    be synchronized: sharded (FSDP, DeepSpeed ZeRO-3, tensor parallel), complex, or without values yet.
     """
     named = [
         (name.replace("_orig_mod.", ""), p) for name, p in unwrapped(model).named_parameters() if p.requires_grad
     ]
     for name, parameter in named:
-        if _is_sharded(name, parameter):
-            raise UsageError(
-                f"parameter {name!r} is sharded over processes (FSDP, DeepSpeed ZeRO-3 or tensor parallel), which a "
-                "run cannot synchronize yet: use DistributedDataParallel, or one process"
-            )
+        if (reason := _unfit(name, parameter)) is not None:
+            raise UsageError(f"parameter {name!r} {reason}")
+    named = [(name, parameter) for name, parameter in named if parameter.numel() > 0]
     if not named:
         raise UsageError("the model has no parameter with requires_grad=True, so there is nothing to train together")
     return named
+
+
+def _unfit(name: str, parameter: torch.nn.Parameter) -> str | None:
+    """Why it cannot be synchronized, and what to do."""
+    if _is_sharded(name, parameter):
+        return (
+            "is sharded over processes (FSDP, DeepSpeed ZeRO-3 or tensor parallel), which a run cannot synchronize "
+            "yet: use DistributedDataParallel, or one process"
+        )
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        return "has no shape yet: run one batch through the model before it joins"
+    if parameter.is_meta:
+        return "is on the meta device, without values: load or initialise the model before it joins"
+    if parameter.is_complex():
+        return (
+            f"is {str(parameter.dtype).removeprefix('torch.')}, and a run carries real numbers: make it a real one "
+            "with a last dimension of 2 (torch.view_as_real; in forward torch.view_as_complex), or freeze it"
+        )
+    return None
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -60,7 +80,8 @@ def shapes(model: torch.nn.Module) -> list[tuple[str, Sequence[int]]]:
 class TorchStore:
     """Keeps one flat float32 base per fragment: 4 extra bytes per parameter on the model's device, or on the host.
 
-    Whatever the model's dtype, base and Δ are float32; a model in bfloat16 rounds what it adopts.
+    Whatever the model's dtype, base and Δ are float32. A parameter in half precision rounds what it adopts, so its
+    base is rounded, too: Δ is what was trained, and exactly zero before that. The run's own Θ stays float32.
     """
 
     def __init__(
@@ -73,6 +94,11 @@ class TorchStore:
             [(tensor.name, named[tensor.name], start, stop) for tensor, start, stop in fragment.segments]
             for fragment in layout.fragments
         ]
+        if rounded := [name for name, p in named.items() if p.dtype.itemsize < torch.float32.itemsize]:
+            log.warning(
+                "%d parameters are in half precision (%s …): they round what they adopt, and updates smaller than "
+                "their spacing are lost; float32 parameters with autocast lose nothing", len(rounded), rounded[0],
+            )  # fmt: skip
         self._adopter = adopter or Adopter()
         self._device = next(iter(named.values())).device
         where = torch.device("cpu") if offload_base else self._device
@@ -83,7 +109,11 @@ class TorchStore:
         kept = self._bases[fragment].to(self._device)
         result = torch.empty_like(kept)
         for _, parameter, start, stop in self._parts[fragment]:
-            torch.sub(kept[start:stop], parameter.detach().reshape(-1).float(), out=result[start:stop])
+            live = parameter.detach().reshape(-1)
+            if live.dtype == torch.float64:  # rounded once, and after the difference was taken
+                result[start:stop] = kept[start:stop].double() - live
+            else:
+                torch.sub(kept[start:stop], live.float(), out=result[start:stop])
         return _to_numpy(result)
 
     @torch.no_grad()
@@ -111,7 +141,10 @@ class TorchStore:
         return True
 
     def _put(self, fragment: int, base: torch.Tensor, live: torch.Tensor) -> None:
-        self._bases[fragment].copy_(base)
+        kept = self._bases[fragment].copy_(base)
+        for _, parameter, start, stop in self._parts[fragment]:
+            if parameter.dtype.itemsize < kept.dtype.itemsize:
+                kept[start:stop] = kept[start:stop].to(parameter.dtype)
         self._adopter.put(
             (name, parameter, live[start:stop]) for name, parameter, start, stop in self._parts[fragment]
         )

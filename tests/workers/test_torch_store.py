@@ -93,8 +93,75 @@ def test_half_precision_parameters_travel_as_float32() -> None:
     assert next(model.parameters()).dtype == torch.bfloat16
     rounded = torch.from_numpy(theta).to(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(store.initial(0), rounded)
-    np.testing.assert_array_equal(store.delta(0), theta - rounded)
     assert store.delta(0).dtype == np.float32
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("what", ["load", "blend", "rebase"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_what_was_only_adopted_is_no_delta(dtype: torch.dtype, what: str, offload: bool) -> None:
+    model = model_of(dtype)
+    layout = layout_for(SPEC, shapes(model))
+    store = TorchStore(model, layout, offload_base=offload)
+    theta = random(layout.fragments[0].size)
+    store.load(0, random(layout.fragments[0].size, 2) if what == "rebase" else theta)
+    assert what != "blend" or store.blend(0, theta, 0.0)
+    assert what != "rebase" or store.rebase(0, theta, None)
+    np.testing.assert_array_equal(store.initial(0), torch.from_numpy(theta).to(dtype).float().numpy())
+    np.testing.assert_array_equal(store.delta(0), np.zeros_like(theta))
+
+
+def test_what_was_trained_in_half_precision_is_the_delta_and_nothing_else() -> None:
+    model = model_of(torch.bfloat16)
+    store, layout = store_of(model)
+    theta = random(layout.fragments[0].size) + 4.6
+    store.load(0, theta)
+    before = store.initial(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.5)
+    np.testing.assert_array_equal(store.delta(0), before - store.initial(0))
+
+
+def test_small_steps_of_a_double_are_in_the_delta() -> None:
+    model = model_of(torch.float64)
+    store, layout = store_of(model)
+    store.load(0, np.ones(layout.fragments[0].size, np.float32))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(1e-12)
+    np.testing.assert_allclose(store.delta(0), 1e-12, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)), r"'odd' is complex64, .*torch\.view_as_real"),
+        (torch.nn.Parameter(torch.zeros(2, device="meta")), "'odd' is on the meta device"),
+        (torch.nn.UninitializedParameter(), "'odd' has no shape yet: run one batch"),
+    ],
+)
+def test_a_parameter_that_cannot_be_carried_is_refused_by_name(parameter: torch.nn.Parameter, words: str) -> None:
+    model = model_of()
+    model.register_parameter("odd", parameter)
+    with pytest.raises(UsageError, match=words):
+        shapes(model)
+
+
+def test_a_parameter_of_no_elements_is_left_out() -> None:
+    model = model_of()
+    expected = shapes(model)
+    model.register_parameter("empty", torch.nn.Parameter(torch.zeros(0, 3)))
+    assert shapes(model) == expected
+    store, layout = store_of(model)
+    store.load(0, random(layout.fragments[0].size))
+
+
+def test_half_precision_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    store_of(model_of())
+    assert not caplog.records
+    store_of(model_of(torch.bfloat16))
+    assert "6 parameters are in half precision (0.weight …)" in caplog.text
 
 
 def test_a_transposed_parameter_is_taken_in_logical_order() -> None:
