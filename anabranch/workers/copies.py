@@ -80,7 +80,7 @@ class Adopter:
         for name, parameter, value in parts:
             new = value.view(parameter.shape)
             if self.copies or self._on_adopt is not None:
-                change = new.float() - parameter.detach().float()
+                change = new.to(parameter.device).float() - parameter.detach().float()
                 parameter.copy_(new)
                 self.copies.move(parameter, change)
                 changes[name] = change

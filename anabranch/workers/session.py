@@ -42,6 +42,7 @@ from anabranch.workers.member.learner import Outgoing, Refusal
 from anabranch.workers.member.warm_start import WAIT_S, Pack, WarmStart
 from anabranch.workers.shards import Shards
 from anabranch.workers.torch_store import TorchStore, shapes, trainable
+from anabranch.workers.watching import Watch
 
 log = logging.getLogger("anabranch.worker")
 
@@ -107,6 +108,7 @@ class Session:
         self._companion = companion or Companion()
         self._on_adopt = on_adopt
         self._adopter = Adopter()
+        self._watch: Watch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -126,6 +128,7 @@ class Session:
         `UsageError` for a model or an optimizer that cannot take part."""
         until = time.monotonic() + self._timeout_s
         self._adopter = adopter_for(dict(trainable(self._model)), self.optimizer, self._on_adopt)
+        self._watch = Watch(self._model)
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
         self._thread.start()
         self.cold = True  # until it turns out that everybody's optimizer is new
@@ -275,6 +278,8 @@ class Session:
         vitals.train_s += trained_s
         self._count(count)
         self._steps += 1
+        if self._watch is not None:
+            self._watch.look()
         self._note_loss(loss, now)
         self._trained_s = trained_s
         self._boundary(trained_s)

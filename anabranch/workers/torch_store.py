@@ -100,16 +100,21 @@ class TorchStore:
                 "their spacing are lost; float32 parameters with autocast lose nothing", len(rounded), rounded[0],
             )  # fmt: skip
         self._adopter = adopter or Adopter()
-        self._device = next(iter(named.values())).device
+        self._first = next(iter(named.values()))
         where = torch.device("cpu") if offload_base else self._device
         self._bases = [torch.empty(fragment.size, device=where) for fragment in layout.fragments]
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the model is now: it may move after it joined."""
+        return self._first.device
 
     @torch.no_grad()
     def delta(self, fragment: int) -> Float32:
         kept = self._bases[fragment].to(self._device)
         result = torch.empty_like(kept)
         for _, parameter, start, stop in self._parts[fragment]:
-            live = parameter.detach().reshape(-1)
+            live = parameter.detach().reshape(-1).to(self._device)
             if live.dtype == torch.float64:  # rounded once, and after the difference was taken
                 result[start:stop] = kept[start:stop].double() - live
             else:
@@ -151,7 +156,8 @@ class TorchStore:
 
     def _live(self, fragment: int) -> torch.Tensor:
         """The live parameters as a new flat float32 vector on their device."""
-        return torch.cat([parameter.detach().reshape(-1).float() for _, parameter, _, _ in self._parts[fragment]])
+        parts = (parameter.detach().reshape(-1) for _, parameter, _, _ in self._parts[fragment])
+        return torch.cat([part.to(self._device, torch.float32) for part in parts])
 
     def _on_device(self, flat: Float32) -> torch.Tensor:
         array = flat if flat.flags.writeable else np.require(flat, requirements=["W"])
