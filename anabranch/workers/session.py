@@ -42,7 +42,7 @@ from anabranch.workers.member.learner import Outgoing, Refusal
 from anabranch.workers.member.warm_start import WAIT_S, Pack, WarmStart
 from anabranch.workers.shards import Shards
 from anabranch.workers.torch_store import TorchStore, shapes, trainable
-from anabranch.workers.watching import Watch
+from anabranch.workers.watching import Watch, warn_of_averages
 
 log = logging.getLogger("anabranch.worker")
 
@@ -129,6 +129,7 @@ class Session:
         until = time.monotonic() + self._timeout_s
         self._adopter = adopter_for(dict(trainable(self._model)), self.optimizer, self._on_adopt)
         self._watch = Watch(self._model)
+        warn_of_averages(self._model, trains=self._client.identity.role == "worker")
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
         self._thread.start()
         self.cold = True  # until it turns out that everybody's optimizer is new

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -20,6 +21,38 @@ _NAMED = 3  # of the parameters in a warning
 _ADVICE = "close the session and join again to train them together (the run takes the same parameters from everybody)"
 
 
+def running_averages(model: torch.nn.Module) -> list[str]:
+    """Names of the buffers that batch normalisation changes while it trains: no run carries them."""
+    norms = torch.nn.modules.batchnorm._NormBase
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in unwrapped(model).named_modules()
+        if isinstance(module, norms) and module.track_running_stats
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+
+
+def warn_of_averages(model: torch.nn.Module, *, trains: bool) -> None:
+    """Once, when a session joins."""
+    if not (names := running_averages(model)):
+        return
+    effect = (
+        "each worker keeps its own, and the evaluator and exported models do not have them"
+        if trains
+        else "this model has its own, from before training, so what is measured in eval mode is not the run's model"
+    )
+    log.warning(
+        "%d buffers are changed by training and do not travel: %s; %s. Use a norm without running averages "
+        "(GroupNorm, LayerNorm), or freeze these (module.eval()), or recompute them from data before use",
+        len(names), _shown(names), effect,
+    )  # fmt: skip
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (" …" if len(names) > _NAMED else "")
+
+
 class Watch:
     """Of one session. Call it in the training thread."""
 
@@ -27,6 +60,8 @@ class Watch:
         self._model = model
         self._every_s = every_s
         self._known = {name: (parameter, parameter.dtype) for name, parameter in trainable(model)}
+        self._buffers = {name: _mark(buffer) for name, buffer in self._persistent()}
+        self._averages = set(running_averages(model))  # named already
         self._said: set[tuple[str, str]] = set()
         self._next_at = time.monotonic() + every_s
 
@@ -56,10 +91,27 @@ class Watch:
             [n for n, (p, dtype) in self._known.items() if there.get(n) is p and p.dtype != dtype],
             "cast the model before it joins",
         )
+        self._say(
+            "changed by training and do not travel: each worker keeps its own",
+            [n for n, b in self._persistent() if n not in self._averages and _mark(b) != self._buffers.get(n)],
+            "what has to be everybody's must be a parameter",
+            kind="buffers",
+        )
 
-    def _say(self, what: str, names: list[str], advice: str) -> None:
+    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers with values that a checkpoint of the model would have; counters are nobody's business."""
+        for path, module in unwrapped(self._model).named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                    yield f"{path}.{name}".removeprefix("."), buffer
+
+    def _say(self, what: str, names: list[str], advice: str, kind: str = "parameters") -> None:
         new = [name for name in names if (what, name) not in self._said]
         if new:
             self._said.update((what, name) for name in new)
-            shown = ", ".join(new[:_NAMED]) + (" …" if len(new) > _NAMED else "")
-            log.warning("%d parameters are %s: %s; %s", len(new), what, shown, advice)
+            log.warning("%d %s are %s: %s; %s", len(new), kind, what, _shown(new), advice)
+
+
+def _mark(buffer: torch.Tensor) -> tuple[int, int]:
+    """Another one after it was written to, or replaced."""
+    return buffer.data_ptr(), 0 if buffer.is_inference() else buffer._version

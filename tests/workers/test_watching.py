@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from anabranch.workers.watching import Watch
+from anabranch.workers.watching import Watch, running_averages, warn_of_averages
 
 
 def model_of() -> torch.nn.Sequential:
@@ -63,6 +63,39 @@ def test_what_is_frozen_later_or_wrapped_is_nothing_to_speak_of(caplog: pytest.L
     model.to("cpu")
     watch.look()
     assert not caplog.records
+
+
+def test_running_averages_are_named_when_a_session_joins(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.InstanceNorm2d(2))
+    assert running_averages(model) == ["1.running_mean", "1.running_var"]
+    warn_of_averages(model, trains=True)
+    warn_of_averages(model, trains=False)
+    warn_of_averages(model_of(), trains=True)
+    worker, evaluator = caplog.records
+    assert worker.getMessage().startswith("2 buffers are changed by training and do not travel: 1.running_mean, 1.ru")
+    assert "each worker keeps its own" in worker.getMessage()
+    assert "not the run's model" in evaluator.getMessage()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_other_buffers_are_named_once_they_change(caplog: pytest.LogCaptureFixture, inplace: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("still", torch.zeros(2))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    watch = Watch(model, every_s=0)
+    model(torch.randn(4, 2))
+    for name in ("mean", "cache"):
+        if inplace:
+            model.get_buffer(name).add_(1)
+        else:
+            setattr(model, name, torch.ones(2))
+    watch.look()
+    watch.look()
+    [record] = caplog.records
+    assert record.getMessage().startswith(
+        "1 buffers are changed by training and do not travel: each worker keeps its"
+    )
 
 
 def test_it_looks_now_and_then_only(caplog: pytest.LogCaptureFixture) -> None:
