@@ -14,7 +14,10 @@ from anabranch.model import Float32
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # what PEFT's wrapper adds to every name
-_LORA = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])\.(?P<adapter>[^.]+)\.weight")
+_LORA = re.compile(
+    re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<part>A|B|magnitude_vector)\.(?P<adapter>[^.]+)\.weight"
+)
+_INITS = (True, False, "gaussian", "eva", "orthogonal")  # of `init_lora_weights`: those that leave the base as it is
 
 
 def is_adapter(tensors: Mapping[str, Float32]) -> bool:
@@ -22,14 +25,34 @@ def is_adapter(tensors: Mapping[str, Float32]) -> bool:
     return any(_LORA.fullmatch(name) for name in tensors)
 
 
+def check_adapters(model: Any) -> None:
+    """`UsageError` for a PEFT model whose frozen weights are not those of the base model it was made from: other
+    members would have others, and the adapters mean nothing on the original."""
+    configs = getattr(model, "peft_config", None)
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        if (init := _changes_base(getattr(config, "init_lora_weights", True))) is not None:
+            raise UsageError(
+                f"adapter {name!r} has init_lora_weights = {init!r}, which may leave every member with other frozen "
+                f"weights. Allowed: {', '.join(map(repr, _INITS))}; or save the base as it changed, and give every "
+                "member that folder with a plain adapter"
+            )
+
+
+def _changes_base(init: Any) -> Any | None:
+    return None if any(init is plain or init == plain for plain in _INITS) else init
+
+
 def adapter_of(
     tensors: Mapping[str, Float32], task: Mapping[str, Any], config: Path | None
 ) -> tuple[dict[str, Float32], dict[str, Any]]:
-    """Tensors and config of a folder for PEFT's `from_pretrained`. Rank and modules are told by the tensors;
-    scale and base model by `config` (an adapter_config.json, a folder with one, or the base model's folder), else by
-    the options of the task `hf`.
+    """Tensors and config of a folder for PEFT's `from_pretrained`.
 
-    `CheckpointError` for tensors that are no plain LoRA, `UsageError` if nothing tells the scale.
+    `config`: an adapter_config.json or a folder with one, of which everything is kept that decides what the adapters
+    do (scale, patterns, rsLoRA, DoRA …); or the base model's folder. Without the first, rank and modules are told by
+    the tensors, the scale by the options of the task `hf`.
+
+    `CheckpointError` for tensors that are no plain LoRA, or not what the config describes; `UsageError` if nothing
+    tells the scale.
     """
     found = {name: _LORA.fullmatch(name) for name in tensors}
     matches = {name: match for name, match in found.items() if match is not None}
@@ -40,29 +63,70 @@ def adapter_of(
         )
     if len(adapters := sorted({match["adapter"] for match in matches.values()})) > 1:
         raise CheckpointError(f"several adapters ({', '.join(adapters)}) are no one folder: use --format safetensors")
-    ranks = {tensors[name].shape[0] for name, match in matches.items() if match["side"] == "A"}
-    if len(ranks) != 1:
-        raise CheckpointError(f"adapters of several ranks, {sorted(ranks)}: use --format safetensors")
-    described = {
+    ranks = {match["module"]: tensors[name].shape[0] for name, match in matches.items() if match["part"] == "A"}
+    halves = {match["module"] for match in matches.values() if match["part"] == "B"}
+    if odd := sorted(halves ^ ranks.keys()):
+        raise CheckpointError(
+            f"of the adapters of {odd[0]} (one of {len(odd)}) only one half was trained, and the frozen half is in no "
+            "checkpoint: use --format safetensors"
+        )
+    dora = any(match["part"] == "magnitude_vector" for match in matches.values())
+    told = _told(config)
+    plain = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": ranks.pop(),
-        "target_modules": sorted({match["module"] for match in matches.values()}),
+        "target_modules": sorted(ranks),
         "bias": "none",
+        **_scale_and_base(task, config, told),
         "inference_mode": True,
-        **_scale_and_base(task, config),
     }
-    renamed = {name.replace(f".{adapters[0]}.weight", ".weight"): tensors[name] for name in matches}
+    described = {"r": max(ranks.values(), default=0), **plain, **({"use_dora": True} if dora else {})}
+    described["init_lora_weights"] = True  # of new ones; these are given
+    _check_described(ranks, described, told, dora=dora)
+    renamed = {}
+    for name, match in matches.items():
+        suffix = "" if match["part"] == "magnitude_vector" else ".weight"
+        renamed[f"{_PREFIX}{match['module']}.lora_{match['part']}{suffix}"] = tensors[name]
     return renamed, described
 
 
-def _scale_and_base(task: Mapping[str, Any], config: Path | None) -> dict[str, Any]:
+def _told(config: Path | None) -> dict[str, Any]:
+    """PEFT's own description of the adapters; empty if `config` names none."""
+    path = config / ADAPTER_CONFIG if config is not None and config.is_dir() else config
+    return _read(path) if path is not None and path.name == ADAPTER_CONFIG and path.is_file() else {}
+
+
+def _check_described(
+    ranks: Mapping[str, int], described: Mapping[str, Any], told: Mapping[str, Any], *, dora: bool
+) -> None:
+    """`CheckpointError` unless the config is that of these tensors."""
+    if (kind := described["peft_type"]) != "LORA":
+        raise CheckpointError(f"{ADAPTER_CONFIG}: peft_type is {kind!r}, the checkpoint has LoRA adapters")
+    if (init := _changes_base(told.get("init_lora_weights", True))) is not None:
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG}: init_lora_weights = {init!r} changed the base model, so these adapters mean nothing "
+            "on the original one: use --format safetensors, beside the base as it was trained on"
+        )
+    if told and dora != bool(told.get("use_dora", False)):
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG}: use_dora is {told.get('use_dora', False)}, the checkpoint has "
+            f"{'' if dora else 'no '}magnitude vectors: name the config of the adapters that were trained"
+        )
+    for module, rank in sorted(ranks.items()):
+        if (wanted := _by_pattern(described.get("rank_pattern") or {}, module, described["r"])) != rank:
+            raise CheckpointError(
+                f"{module} has adapters of rank {rank}, the config says {wanted} (r and rank_pattern): name the "
+                f"{ADAPTER_CONFIG} of the adapters that were trained with --config, or use --format safetensors"
+            )
+
+
+def _by_pattern(patterns: Mapping[str, int], module: str, otherwise: int) -> int:
+    """As PEFT looks a module up: the first pattern that is the end of its name."""
+    return next((n for key, n in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+
+
+def _scale_and_base(task: Mapping[str, Any], config: Path | None, told: Mapping[str, Any]) -> dict[str, Any]:
     options = task.get("options", {})
-    told: dict[str, Any] = {}
-    if config is not None:
-        path = config / ADAPTER_CONFIG if config.is_dir() else config
-        if path.name == ADAPTER_CONFIG and path.is_file():
-            told = _read(path)
     base = told.get("base_model_name_or_path") or options.get("model")
     if config is not None and not told:
         base = str(config if config.is_dir() else config.parent)
@@ -73,8 +137,7 @@ def _scale_and_base(task: Mapping[str, Any], config: Path | None) -> dict[str, A
             "this run trained LoRA adapters, and nothing says how they are scaled (lora_alpha): name the "
             f"{ADAPTER_CONFIG} that PEFT's save_pretrained wrote with --config, or use --format safetensors"
         )
-    kept = ("lora_alpha", "use_rslora", "fan_in_fan_out", "task_type")
-    return {**{key: told[key] for key in kept if key in told}, "base_model_name_or_path": base}
+    return {**told, "base_model_name_or_path": base}
 
 
 def _read(path: Path) -> dict[str, Any]:

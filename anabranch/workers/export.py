@@ -74,7 +74,7 @@ def export_checkpoint(where: str | Path, out: Path, options: ExportOptions | Non
     if options.format == "hf":
         source = options.config or _model_of_run(restored)
         config, folder = _read_config(source)
-        tensors = _fitting(tensors, config, restored.location)
+        tensors = _fitting(tensors, config, restored.location, source)
     with _appearing(out) as temporary:
         _write_shards(temporary, tensors, options.max_shard_mb * 1_000_000)
         if config is not None:
@@ -133,9 +133,12 @@ def _described(config: Mapping[str, Any]) -> dict[str, Any]:
 # --- the architecture -----------------------------------------------------------------------------------------
 
 
-def _fitting(tensors: Tensors, config: Mapping[str, Any], location: str) -> Tensors:
-    """`tensors` without the second copies of tied ones, compared with the architecture if transformers is there."""
-    groups = _architecture(config)
+def _fitting(tensors: Tensors, config: Mapping[str, Any], location: str, source: Path) -> Tensors:
+    """`tensors` without the second copies of tied ones, compared with the architecture if transformers is there.
+
+    What the run did not train (frozen layers, buffers) comes from the weights beside the config, if there are any.
+    """
+    groups, buffers = _architecture(config)
     if groups is None:
         log.warning("transformers is not installed: names and shapes are not compared with the architecture")
         return tensors
@@ -145,6 +148,7 @@ def _fitting(tensors: Tensors, config: Mapping[str, Any], location: str) -> Tens
             f"{location} has the tensor {unexpected[0]!r} (one of {len(unexpected)}), which {_named(config)} does "
             "not have; --config must describe the model that was trained"
         )
+    tensors = _completed(tensors, [names for names, shape in groups if 0 not in shape], buffers, source)
     dropped = set[str]()
     for names, shape in groups:
         if 0 in shape:  # nothing of it was trained, and loading it needs nothing
@@ -159,8 +163,11 @@ def _check_group(
     """One parameter of the architecture under all its names (several: tied); which of them not to write."""
     if not present:
         also = f" (tied with {', '.join(names[1:])})" if names[1:] else ""
-        hint = "" if names[1:] else "; if it is tied to another, the config must say tie_word_embeddings: true"
-        raise CheckpointError(f"{location} lacks the tensor {names[0]!r}{also} of the architecture{hint}")
+        tied = "" if names[1:] else ", if it is tied to another, a config that says tie_word_embeddings: true"
+        raise CheckpointError(
+            f"{location} lacks the tensor {names[0]!r}{also} of the architecture; name with --config, if it was "
+            f"frozen, the folder of the base model with its safetensors{tied}"
+        )
     for name in present:
         if tensors[name].shape != shape:
             raise CheckpointError(
@@ -174,13 +181,36 @@ def _check_group(
     return set(present[1:])
 
 
-def _architecture(config: Mapping[str, Any]) -> list[tuple[list[str], tuple[int, ...]]] | None:
-    """Each parameter's names (several: tied; the one that is saved first) and shape; None without transformers."""
+def _completed(tensors: Tensors, groups: list[list[str]], buffers: list[str], source: Path) -> Tensors:
+    """With what the run lacks and the base model has, in float32."""
+    lacking = {name for names in groups if not any(n in tensors for n in names) for name in names}
+    wanted = lacking | {name for name in buffers if name not in tensors}
+    folder = source if source.is_dir() else source.parent
+    files = sorted(folder.glob("*.safetensors"))
+    if not wanted or not files:
+        return tensors
+    from safetensors import safe_open
+
+    found: Tensors = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(name).float().numpy() for name in file.keys() if name in wanted}  # noqa: SIM118
+        except Exception as error:
+            raise UsageError(f"--config {source}: {path.name} cannot be read: {error}") from None
+    if found:
+        log.info("%d tensors that the run did not train (%s …) are those of %s", len(found), min(found), folder)
+    return {**tensors, **found}
+
+
+def _architecture(config: Mapping[str, Any]) -> tuple[list[tuple[list[str], tuple[int, ...]]] | None, list[str]]:
+    """Each parameter's names (several: tied; the one that is saved first) and shape; None without transformers. And
+    the names of buffers with values that are saved, too."""
     try:
         import torch
         import transformers
     except ImportError:
-        return None
+        return None, []
     version = f"transformers {transformers.__version__}"
     otherwise = "install a version that does, or use --format safetensors"
     if config["model_type"] not in transformers.CONFIG_MAPPING:
@@ -198,7 +228,8 @@ def _architecture(config: Mapping[str, Any]) -> list[tuple[list[str], tuple[int,
     groups: dict[int, tuple[list[str], tuple[int, ...]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), ([], tuple(parameter.shape)))[0].append(name)
-    return list(groups.values())
+    saved = model.state_dict().keys()
+    return list(groups.values()), [name for name, _ in model.named_buffers() if name in saved]
 
 
 def _named(config: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from anabranch.model import layout_for
 from anabranch.queue.messages import MOST_TOKENS
 from anabranch.queue.records import RunRecord
 from anabranch.queue.url import URL_VARIABLE, RunUrl
+from anabranch.workers.adapters import check_adapters
 from anabranch.workers.checked import STEP_TOKENS, one_value, real, whole
 from anabranch.workers.copies import Adopter, OnAdopt, adopter_for
 from anabranch.workers.member.client import LEAVE_S, Client
@@ -128,6 +129,7 @@ class Session:
         `UsageError` for a model or an optimizer that cannot take part."""
         until = time.monotonic() + self._timeout_s
         self._adopter = adopter_for(dict(trainable(self._model)), self.optimizer, self._on_adopt)
+        check_adapters(self._model)
         self._watch = Watch(self._model)
         warn_of_averages(self._model, trains=self._client.identity.role == "worker")
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)

@@ -178,6 +178,29 @@ async def test_a_tied_tensor_may_be_there_once_under_either_name_or_twice_alike(
         await exported(tmp_path / "c", neither, config)
 
 
+@pytest.mark.parametrize("named", ["folder", "file"])
+async def test_what_was_frozen_comes_from_the_base_model(tmp_path: Path, named: str) -> None:
+    """Also a base in half precision; without its weights it is said what to name."""
+    torch.manual_seed(1)
+    model = llama()
+    model.bfloat16().save_pretrained(tmp_path / "base")
+    model.float().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    model.model.layers[1].requires_grad_(True)
+    with torch.no_grad():
+        for _, parameter in trainable(model):
+            parameter.add_(0.125)
+    where = await save_model(memory_url(), SPEC, parameters(model))
+    config = tmp_path / "base" if named == "folder" else tmp_path / "base" / CONFIG
+    export_checkpoint(where, tmp_path / "out", ExportOptions(config=config))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    alone = config_of(model, tmp_path / "alone")
+    with pytest.raises(CheckpointError, match=r"if it was frozen, the folder of the base model with its safetensors"):
+        export_checkpoint(where, tmp_path / "other", ExportOptions(config=alone))
+
+
 async def test_an_untied_config_for_a_tied_model_is_explained(tmp_path: Path) -> None:
     model = gpt2(vocab_size=64)
     config = config_of(model, tmp_path / "config", tie_word_embeddings=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import shutil
@@ -21,10 +22,12 @@ from safetensors.torch import load_file
 from anabranch.errors import CheckpointError, LayoutMismatch, SpecError, UsageError
 from anabranch.model import unflatten
 from anabranch.spec import parse_spec
+from anabranch.workers.adapters import check_adapters
 from anabranch.workers.evaluator import heldout_loss
 from anabranch.workers.export import ExportOptions, export_checkpoint
 from anabranch.workers.run import Ending, MemberOptions, run_evaluator, run_worker
 from anabranch.workers.sample import sample_checkpoint
+from anabranch.workers.session import Session
 from anabranch.workers.tasks.base import SharedTask
 from anabranch.workers.tasks.hf import HFTask, checksum_of
 from anabranch.workers.torch_store import trainable
@@ -287,6 +290,76 @@ async def test_exported_adapters_are_what_peft_loads(folder: Path, text: Path, t
     ours.save_pretrained(tmp_path / "peft")
     theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert theirs.keys() == load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
+
+
+PEFT = [
+    {"alpha_pattern": {"q_proj": 3}}, {"rank_pattern": {"layers.0.self_attn.q_proj": 4}}, {"use_rslora": True},
+    {"use_dora": True}, {"init_lora_weights": "gaussian"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", PEFT, ids=lambda settings: next(iter(settings)))
+async def test_what_decides_an_adapters_effect_survives_export(
+    folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    import peft
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    chosen = {"r": 2, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"], **settings}
+    model: Any = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **chosen)).eval()
+    check_adapters(model)
+    with torch.no_grad():
+        for _, parameter in trainable(model):
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    tensors = {name: parameter.detach().numpy() for name, parameter in trainable(model)}
+    spec = parse_spec({"rounds": {"fragments": 2}, "task": {"name": "own.module:Task"}})
+    where = await save_model(tmp_path / "c", spec, tensors)
+    model.save_pretrained(tmp_path / "peft")
+    export_checkpoint(where, tmp_path / "out", ExportOptions(config=tmp_path / "peft"))
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(folder), tmp_path / "out"
+    )
+    ids = torch.arange(12).reshape(1, 12)
+    assert torch.equal(loaded.eval()(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"r": 5}, "has adapters of rank 4, the config says 5"),
+        ({"rank_pattern": {"q_proj": 9}}, r"q_proj has adapters of rank 4, the config says 9"),
+        ({"use_dora": True}, "use_dora is True, the checkpoint has no magnitude vectors"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' changed the base model"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', the checkpoint has LoRA adapters"),
+    ],
+)
+async def test_a_config_of_other_adapters_is_refused(
+    folder: Path, text: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    model: Any = task_of(folder, text, **LORA).build_model()
+    tensors = {name: parameter.detach().numpy() for name, parameter in trainable(model)}
+    spec = parse_spec({"rounds": {"fragments": 2}, "task": {"name": "own.module:Task"}})
+    where = await save_model(tmp_path / "c", spec, tensors)
+    model.save_pretrained(tmp_path / "peft")
+    config = write_config(tmp_path / "peft", **changes)
+    with pytest.raises(CheckpointError, match=words):
+        export_checkpoint(where, tmp_path / "out", ExportOptions(config=config))
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_that_change_the_base_are_refused_when_they_join(folder: Path, init: str) -> None:
+    import peft
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=init)
+    with pytest.raises(UsageError, match=f"init_lora_weights = '{init}', which may leave every member with other"):
+        Session("redis://127.0.0.1:1/0", peft.get_peft_model(base, settings)).start()
 
 
 async def test_adapters_of_another_trainer_need_their_config(folder: Path, text: Path, tmp_path: Path) -> None:

@@ -248,7 +248,8 @@ def test_predictions_are_counted_as_the_trainer_does(folder: Path) -> None:
     assert causal({"input_ids": ids, "attention_mask": mask}) == 5
     assert causal({"input_ids": ids}) == 8
     assert other({"x": torch.ones(3, 7)}) == 3
-    assert other({}) == 1
+    with pytest.raises(UsageError, match="pass tokens="):
+        other({"scale": 2.0})
 
 
 class Toy(torch.nn.Module):
@@ -265,6 +266,40 @@ class Toy(torch.nn.Module):
         logits = self.table(input_ids).flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction=reduction)
         return {"loss": loss / (num_items_in_batch or 1)}
+
+
+class Batched(Toy):
+    """Called with one batch, as a mapping."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return super().forward(batch["input_ids"], batch["labels"])
+
+
+@pytest.mark.parametrize("how", ["in order", "half in order", "one mapping", "a user's mapping", "*args"])
+def test_a_model_may_be_called_in_any_way(how: str) -> None:
+    ids = torch.arange(16).reshape(2, 8)
+    batch: Any = {"input_ids": ids, "labels": ids}
+    model: Any = (Batched() if "mapping" in how else Toy()).train()
+    if how == "*args":
+        model.forward = lambda *args: Toy.forward(model, *args)
+    counter = _Counter(model, lambda inputs: next(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor)))
+    if how == "half in order":
+        model(ids, labels=ids)
+    elif "mapping" in how:
+        model(batch if how == "one mapping" else transformers.BatchEncoding(batch))
+    else:
+        model(ids, ids)
+    tokens, loss = counter.take()
+    assert tokens == 16
+    assert loss is not None
+
+
+def test_predictions_in_one_mapping_are_counted() -> None:
+    ids = torch.arange(16).repeat(3, 1)
+    model = Batched().train()
+    counter = _Counter(model, _predictions(model))
+    model({"input_ids": ids, "labels": ids})
+    assert counter.take()[0] == 48
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -28,6 +28,7 @@ contribution would lead back to an old model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -68,7 +69,8 @@ class AnabranchCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     ) -> None:
         """`url`, `name`, `label`, `duty`, `warm_start`, `on_adopt`: as for `anabranch.join`.
 
-        `tokens`: from a model's keyword arguments (one micro-batch) how many tokens it trains on, at least 0.
+        `tokens`: from a model's arguments by name (one micro-batch; the entries of a batch that is passed as one
+        mapping, too) how many tokens it trains on, at least 0.
         `learning_rate`: from the tokens that the whole run has merged to the rate of every parameter group, instead
         of the Trainer's schedule (which goes on being logged).
         """
@@ -195,9 +197,10 @@ class _Counter:
         hook = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
         self._handle = model.register_forward_hook(hook, with_kwargs=True)
 
-    def _after_forward(self, module: torch.nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return  # evaluation
+        kwargs = _by_name(module, args, kwargs)
         tokens = self._count(kwargs)
         if not isinstance(tokens, torch.Tensor):  # a tensor is read at the end of the step
             tokens = whole("tokens", tokens, 0)
@@ -219,6 +222,23 @@ class _Counter:
         self._handle.remove()
 
 
+def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a model was called with, however it was: one batch as a mapping, or in order."""
+    if not args:
+        return kwargs
+    bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        if isinstance(value, tuple):  # *args
+            named |= {f"{name}{place}": entry for place, entry in enumerate(value)}
+        else:
+            named[name] = value
+    for value in list(named.values()):
+        if isinstance(value, Mapping):
+            named = {**value, **named}
+    return named
+
+
 def _predictions(model: torch.nn.Module) -> Callable[[Mapping[str, Any]], Count]:
     """How to count the predictions in this model's batches."""
     shifted = _shifts_labels(model)
@@ -232,7 +252,13 @@ def _predictions(model: torch.nn.Module) -> Callable[[Mapping[str, Any]], Count]
             return mask.sum()
         if isinstance(ids := inputs.get("input_ids"), torch.Tensor):
             return ids.numel()
-        return next((len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim), 1)
+        rows = next((len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim), None)
+        if rows is None:
+            raise UsageError(
+                f"nothing the model was called with ({', '.join(inputs) or 'no arguments'}) says how many tokens it "
+                "trains on: pass tokens=, a function of the model's arguments by name, to AnabranchCallback"
+            )
+        return rows
 
     return count
 
