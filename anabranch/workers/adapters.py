@@ -67,8 +67,8 @@ def adapter_of(
     halves = {match["module"] for match in matches.values() if match["part"] == "B"}
     if odd := sorted(halves ^ ranks.keys()):
         raise CheckpointError(
-            f"of the adapters of {odd[0]} (one of {len(odd)}) only one half was trained, and the frozen half is in no "
-            "checkpoint: use --format safetensors"
+            f"of the adapters of {odd[0]} (one of {len(odd)}) only one half was trained, and the frozen half is in "
+            "no checkpoint: use --format safetensors"
         )
     dora = any(match["part"] == "magnitude_vector" for match in matches.values())
     told = _told(config)
