@@ -105,7 +105,8 @@ async def _read_hash(redis: Redis, key: str, found: list[str]) -> dict[bytes, by
 
 def _restore(stored: Stored, fields: dict[bytes, bytes], booked: dict[bytes, bytes], nonce: str, now: float) -> None:
     """Everything of a run that was stored; what cannot be read raises one of `records.DAMAGE` or `MessageError`."""
-    members = {int(key[7:]): value for key, value in fields.items() if key.startswith(b"member:")}
+    found = {int(key[7:]): value for key, value in fields.items() if key.startswith(b"member:")}
+    members = dict(sorted(found.items()))  # as they came, not in the order of a hash
     spec = stored.record.spec
     layout = stored.record.layout
     state = restore(
