@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from anabranch.errors import UsageError
+from anabranch.workers.checked import whole
 from anabranch.workers.session import Session
 from anabranch.workers.tasks.base import Batch, Task
 
@@ -15,15 +17,19 @@ POLL_S = 0.1
 
 @torch.no_grad()
 def heldout_loss(task: Task, model: torch.nn.Module, batches: Sequence[Batch]) -> float:
-    """Mean loss over `batches`, weighted by tokens, in nats per token."""
+    """Mean loss over `batches`, weighted by tokens, in nats per token. `UsageError` if there are none, or one whose
+    `tokens` is no whole number of at least 1."""
+    if not batches:
+        raise UsageError(f"{type(task).__name__}.heldout_batches() gave no batch: there is nothing to measure on")
     model.eval()
     where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    total = tokens = 0.0
+    total, tokens = 0.0, 0
     for batch in batches:
         if where.type != "cpu":
             batch = batch.to(where)
-        total += float(task.loss(model, batch)) * batch.tokens
-        tokens += batch.tokens
+        count = whole("tokens of a held-out batch", batch.tokens)
+        total += float(task.loss(model, batch)) * count
+        tokens += count
     model.train()
     return total / tokens
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from anabranch.errors import UsageError
+from anabranch.errors import MemberRefused, UsageError
 from anabranch.loops import run_async
 from anabranch.queue.url import RunUrl
 from anabranch.spec import RunSpec
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anabranch.worker")
 
+_PLACES = ("model", "data")
 SAMPLE_LENGTH = 64  # what an evaluator with a prompt shows, in the task's units
 _NICENESS = 5  # an evaluator gives way to workers on the same machine
 
@@ -96,9 +97,15 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
     Identity(options.name or default_name(), options.label)  # a bad name is refused before anything is waited for
     if not 0 < options.duty <= 1:
         raise UsageError(f"--duty {options.duty}: a share of time above 0 and at most 1")
-    spec = read_run_record(url).spec
+    record = read_run_record(url)
+    spec, other = record.spec, another_task(record.spec, options)
+    if other is not None and record.layout is None:
+        raise MemberRefused(
+            f"run {url.run!r} has no model yet, and {other}: version 0 would be of another task, and everybody else "
+            "refused. Start a worker of the run's own task first, or begin the run with this one (--set task.name=…)"
+        )
     if SYNTHETIC in (options.task, spec.task.name):
-        _run_synthetic(url, options, ending)
+        _run_synthetic(url, options, ending, can_init=other is None)
         return
     from anabranch.workers.fit import memory_needed
     from anabranch.workers.session import Session
@@ -116,11 +123,24 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
         duty=options.duty,
         offload_base=options.offload_base,
         warm_start=options.warm_start,
+        can_init=other is None,
     ) as s:
         ending.session, ending.joined = s, True
         log.info("%s", memory_needed(model, spec.workers, offload_base=options.offload_base))
         _train(s, task, model, optimizer, _source(s, task, spec.seed, batch, own=options.own_data), ending)
         s.close(ending.reason or s.stopped or "done", drain_s=ending.left_s)
+
+
+def another_task(spec: RunSpec, options: MemberOptions) -> str | None:
+    """How a member's own options make another task of the run's, in words; None if they do not. Where a machine keeps
+    model and data is its own affair."""
+    if options.task not in (None, spec.task.name):
+        return f"its task is {spec.task.name!r}, this worker's {options.task!r}"
+    for key, value in options.task_options.items():
+        run_has = spec.task.options.get(key)
+        if key not in _PLACES and (run_has or False) != (value or False):
+            return f"its task.options.{key} is {run_has!r}, this worker's {value!r}"
+    return None
 
 
 def _batch(task: Task, model: torch.nn.Module, wish: str | None) -> int:
@@ -204,11 +224,11 @@ def _build(spec: RunSpec, options: MemberOptions) -> tuple[Task, torch.nn.Module
     return task, task.build_model(device), describe(device)
 
 
-def _run_synthetic(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
+def _run_synthetic(url: RunUrl, options: MemberOptions, ending: Ending, *, can_init: bool) -> None:
     from anabranch.workers.member.synthetic import SyntheticWorker
 
     def joined() -> None:
         ending.joined = True
 
-    worker = SyntheticWorker(url, options.name or default_name())
+    worker = SyntheticWorker(url, options.name or default_name(), can_init=can_init)
     run_async(worker.run(ending, drain_s=lambda: ending.left_s, on_joined=joined))

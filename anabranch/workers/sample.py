@@ -19,6 +19,7 @@ from anabranch.spec import parse_spec
 from anabranch.workers.tasks.base import Task
 from anabranch.workers.tasks.named import BUILT_IN, load_task
 from anabranch.workers.torch_store import trainable
+from anabranch.workers.watching import warn_of_averages
 
 
 def load_checkpoint_model(
@@ -36,6 +37,7 @@ def load_checkpoint_model(
     loaded = load_task(spec, task, options)
     model = loaded.build_model()
     _fill(model, unflatten(restored.layout, restored.thetas), restored.location)
+    warn_of_averages(model, trains=False)
     return loaded, model.eval()
 
 

@@ -88,10 +88,12 @@ class Session:
         warm_start: bool = False,
         timeout_s: float = math.inf,
         on_adopt: OnAdopt | None = None,
+        can_init: bool = True,
         companion: Companion | None = None,
     ) -> None:
-        """Prepare; `start` joins. Options are those of `anabranch.join`; `warm_start` needs `optimizer`. `companion`:
-        told what happens at step boundaries, in the training thread."""
+        """Prepare; `start` joins. Options are those of `anabranch.join`; `warm_start` needs `optimizer`. `can_init`:
+        whether this model may become version 0. `companion`: told what happens at step boundaries, in the training
+        thread."""
         if warm_start and optimizer is None:
             raise UsageError("warm_start=True: the session has to be given the optimizer")
         self._timeout_s = timeout_s
@@ -102,7 +104,7 @@ class Session:
         self._wake = threading.Event()
         self._client = Client(
             url if isinstance(url, RunUrl) else RunUrl.parse(url or os.environ.get(URL_VARIABLE, "")),
-            Identity(name or default_name(), label, role, device),
+            Identity(name or default_name(), label, role, device, can_init),
             on_change=self._wake.set,
             warm_start=warm_start,
         )
@@ -128,6 +130,8 @@ class Session:
         """Join the run and adopt the global model; blocks until then. Raises `MemberRefused`, `ServerError`, and
         `UsageError` for a model or an optimizer that cannot take part."""
         until = time.monotonic() + self._timeout_s
+        if self.optimizer is None and self._on_adopt is None and self._client.identity.role == "worker":
+            log.info("no optimizer was given: copies of the parameters that one keeps do not follow what is adopted")
         self._adopter = adopter_for(dict(trainable(self._model)), self.optimizer, self._on_adopt)
         check_adapters(self._model)
         self._watch = Watch(self._model)

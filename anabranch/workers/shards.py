@@ -76,9 +76,10 @@ class TokenWindows:
         return TokenBatch.of(self.windows(indices, epoch))
 
 
-def text_folder(directory: Path | None, length: int) -> TokenWindows:
-    """The training bytes of a folder of text (`workers/data.py`), in windows of `length`."""
-    train = load_corpus(directory).train
+def text_folder(directory: Path | None, length: int, encoding: str = "") -> TokenWindows:
+    """The training bytes of a folder of text (`workers/data.py`), in windows of `length`. `encoding`: of its files,
+    which then become UTF-8; empty: bytes as they are."""
+    train = load_corpus(directory, encoding=encoding).train
     return TokenWindows(train, length, hashlib.sha256(train.data).hexdigest())
 
 

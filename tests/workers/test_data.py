@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from anabranch.errors import UsageError
-from anabranch.workers.data import ByteCorpus, is_heldout, load_corpus, text_files
+from anabranch.workers.data import ByteCorpus, Decoder, check_encoding, is_heldout, load_corpus, text_files
 
 
 @pytest.fixture
@@ -109,6 +109,79 @@ def test_a_window_longer_than_the_text_is_refused(tmp_path: Path) -> None:
     corpus = ByteCorpus.load(tmp_path)
     with pytest.raises(UsageError, match="smaller `context`"):
         corpus.heldout_windows(1, 64)
+
+
+# --- encodings --------------------------------------------------------------------------------------------
+
+SENTENCE = "Füße, naïve Œuvre, 東京 🙂 — "
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-32", "gb18030"])
+def test_characters_at_the_borders_of_pieces_stay_whole(encoding: str) -> None:
+    data = (SENTENCE * 3).encode(encoding)
+    decoder = Decoder(Path("x"), encoding)
+    text = "".join(decoder.decode(data[at : at + 1]) for at in range(len(data)))
+    decoder.end()
+    assert text == SENTENCE * 3
+
+
+def test_a_mark_at_the_start_of_utf_8_is_no_text() -> None:
+    assert Decoder(Path("x"), "utf8").decode("\ufeffa".encode()) == "a"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            "é".encode("latin-1"),
+            r"a\.txt is not utf-8: byte 0xe9 at 7\. Name .* task\.options\.encoding",
+        ),
+        ("é".encode()[:1], "byte 0xc3 at 7"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_what_is_not_in_the_encoding_is_named_with_its_place(data: bytes, words: str, size: int) -> None:
+    decoder, text = Decoder(Path("a.txt"), "utf-8"), b"seven.." + data
+
+    def read() -> None:
+        for at in range(0, len(text), size):
+            decoder.decode(text[at : at + size])
+        decoder.end()
+
+    with pytest.raises(UsageError, match=words):
+        read()
+
+
+def test_a_mark_of_another_encoding_is_told() -> None:
+    with pytest.raises(UsageError, match="it looks like utf-16"):
+        Decoder(Path("a.txt"), "utf-8").decode("a".encode("utf-16"))
+
+
+def test_bytes_of_another_encoding_become_utf_8_if_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes((SENTENCE * 100).encode("utf-16"))
+    corpus = ByteCorpus.load(tmp_path, encoding="utf-16")
+    text = corpus.train.tobytes() + corpus.heldout.tobytes()
+    assert text.decode() == SENTENCE * 100 + "\n"
+    ByteCorpus.load(tmp_path, max_bytes=1001, encoding="utf-16")  # cut in the middle of a character
+    with pytest.raises(UsageError, match=r"a\.txt is not utf-8: .* looks like utf-16"):
+        ByteCorpus.load(tmp_path, encoding="utf-8")
+
+
+def test_bytes_that_are_no_utf_8_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text(SENTENCE * 100, "utf-8")
+    ByteCorpus.load(tmp_path)
+    ByteCorpus.load(tmp_path, max_bytes=1004)
+    assert not caplog.records
+    (tmp_path / "b.txt").write_bytes("é\n".encode("latin-1") * 100)
+    ByteCorpus.load(tmp_path)
+    assert "1 files are not UTF-8" in caplog.text
+    assert "b.txt" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["utf-9", "hex", "a\0b"])
+def test_an_encoding_that_is_none_is_refused(name: str) -> None:
+    assert check_encoding(name) is not None
+    assert check_encoding("latin-1") is None
 
 
 def test_data_needs_no_torch() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from anabranch.errors import UsageError
 from anabranch.workers.evaluator import evaluate, heldout_loss
 
 
@@ -71,6 +72,14 @@ def play(session: Any, every_s: float = 0.0) -> list[list[int]]:
 def test_the_mean_is_weighted_by_tokens() -> None:
     task: Any = Losses(Part(10, 1.0), Part(30, 2.0))
     assert heldout_loss(task, Model(), task.parts) == pytest.approx(1.75)
+
+
+def test_batches_that_cannot_be_weighed_are_refused() -> None:
+    task: Any = Losses(Part(0, 1.0))
+    with pytest.raises(UsageError, match=r"heldout_batches\(\) gave no batch"):
+        heldout_loss(task, Model(), [])
+    with pytest.raises(UsageError, match="tokens of a held-out batch = 0: allowed is a whole number, at least 1"):
+        heldout_loss(task, Model(), task.parts)
 
 
 def test_it_measures_without_gradients_and_in_evaluation_mode() -> None:

@@ -163,6 +163,28 @@ def test_text_becomes_tokens_once_and_is_mapped(
     assert task_of(folder, elsewhere).dataset().fingerprint == dataset.fingerprint, "alike on every machine"
 
 
+def test_text_in_another_encoding_is_an_error_or_converted(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("naïve, à la café. " * 500, encoding="latin-1")
+    with pytest.raises(UsageError, match=r"a\.txt is not utf-8: byte 0xef at 2"):
+        task_of(folder, tmp_path).dataset()
+    tokens = task_of(folder, tmp_path, encoding="latin-1")._tokens.train
+    (tmp_path / "a.txt").write_text("naïve, à la café. " * 500, encoding="utf-8")
+    assert np.array_equal(task_of(folder, tmp_path)._tokens.train[:500], tokens[:500])
+    with pytest.raises(SpecError, match=r"task\.options\.encoding = 'nonsense': it must be a text encoding"):
+        task_of(folder, tmp_path, encoding="nonsense")
+
+
+def test_characters_between_pieces_of_a_file_are_whole(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("东京" * 2000, encoding="utf-8")
+    whole = task_of(folder, tmp_path).tokenizer.decode(task_of(folder, tmp_path)._tokens.train)
+    monkeypatch.setattr("anabranch.workers.tokens._PIECE_BYTES", 1000)  # no multiple of 3
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    task = task_of(folder, tmp_path)
+    assert task.tokenizer.decode(task._tokens.train).count("东京") >= 0.99 * whole.count("东京") > 0
+
+
 def test_batches_repeat_for_a_worker_and_differ_between_workers(folder: Path, text: Path) -> None:
     task = task_of(folder, text)
     one, again, other = (next(task.batches(1, name)) for name in ("a", "a", "b"))
@@ -212,13 +234,14 @@ async def test_workers_with_their_own_places_fine_tune_one_checkpoint(
     run_url: str, run_name: str, folder: Path, text: Path, tmp_path: Path
 ) -> None:
     """`anabranch worker URL --task hf --model DIR --data DIR --lora`, who does not fit, sample and export."""
-    spec = make_spec(run_name, task={"name": "hf", "options": {"context": 32, "batch": 2, "learning_rate": 1e-2}})
+    own = {"context": 32, "batch": 2, "learning_rate": 1e-2, "lora": True}
+    spec = make_spec(run_name, task={"name": "hf", "options": own})
     places = ("--model", str(folder), "--data", str(text), "--lora")
     (tmp_path / "run").mkdir()
     async with bench(run_url, spec, directory=tmp_path / "run", drain_s=60.0) as run:
         with process("worker", run_url, "--name", "w", "--task", "hf", *places) as worker:
             await run.reach(3)
-            whole = MemberOptions(name="x", task_options={"model": str(folder), "data": str(text)})
+            whole = MemberOptions(name="x", task_options={"model": str(folder), "data": str(text), "lora": False})
             with pytest.raises(LayoutMismatch, match=r"this model is not the run's: .*model\.embed_tokens\.weight"):
                 await asyncio.to_thread(run_worker, run.url, whole, Ending())
             await run.command("stop")

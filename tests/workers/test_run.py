@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -14,12 +15,13 @@ import pytest
 import torch
 
 import anabranch
-from anabranch.errors import SpecError, UsageError
+from anabranch.errors import LayoutMismatch, MemberRefused, SpecError, UsageError
 from anabranch.faults import InjectedFault, armed
 from anabranch.queue.url import RunUrl
-from anabranch.spec import RunSpec, TaskSpec
+from anabranch.spec import RunSpec, TaskSpec, parse_spec
 from anabranch.workers.member.client import farewell_s
-from anabranch.workers.run import Ending, MemberOptions, run_evaluator, run_worker
+from anabranch.workers.member.synthetic import SyntheticWorker
+from anabranch.workers.run import Ending, MemberOptions, another_task, run_evaluator, run_worker
 from anabranch.workers.session import Session
 from anabranch.workers.tasks.gpt import GPTTask
 from anabranch.workers.tasks.named import load_task
@@ -70,6 +72,55 @@ def test_a_duty_cycle_is_a_share(duty: float) -> None:
 def test_a_bad_name_is_refused_before_anything_is_waited_for(run: Any, options: MemberOptions) -> None:
     with pytest.raises(UsageError, match=r"--name|--label"):
         run(NOWHERE, options, Ending())
+
+
+# --- who gives version 0 ----------------------------------------------------------------------------------
+
+HF_RUN = {"name": "hf", "options": {"lora": True, "context": 64}}
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "words"),
+    [
+        ({"name": "gpt"}, MemberOptions(), None),
+        ({"name": "gpt"}, MemberOptions(task="gpt", task_options={"data": "texts"}), None),
+        ({"name": "gpt"}, MemberOptions(task="synthetic"), "its task is 'gpt', this worker's 'synthetic'"),
+        (HF_RUN, MemberOptions(task_options={"model": "m", "lora": True}), None),
+        (
+            HF_RUN,
+            MemberOptions(task_options={"lora": False}),
+            r"its task\.options\.lora is True, this worker's False",
+        ),
+        ({"name": "hf"}, MemberOptions(task_options={"lora": False}), None),
+        ({"name": "hf"}, MemberOptions(task_options={"lora": True}), r"lora is None, this worker's True"),
+    ],
+)
+def test_a_members_options_may_make_another_task(
+    task: dict[str, Any], options: MemberOptions, words: str | None
+) -> None:
+    found = another_task(parse_spec({"task": task}), options)
+    assert found is None if words is None else found is not None and re.search(words, found)
+
+
+async def test_a_worker_of_another_task_does_not_give_version_0(run_url: str, run_name: str) -> None:
+    async with bench(run_url, make_spec(run_name, task={"name": TINY, "options": {}})) as run:
+        options = MemberOptions(name="wrong", task="synthetic")
+        with pytest.raises(
+            MemberRefused, match=r"has no model yet, and its task is .*TinyTask', this worker's 'synth"
+        ):
+            await asyncio.to_thread(run_worker, run.url, options, Ending())
+        assert not run.state.members
+        follows = asyncio.create_task(SyntheticWorker(run.url, "follows", can_init=False).run())
+        await wait_until(lambda: run.state.members, "one that says so itself is let in")
+        assert not run.tape("init asked")
+        ending = Ending()
+        right = asyncio.create_task(asyncio.to_thread(run_worker, run.url, MemberOptions(name="right"), ending))
+        await wait_until(lambda: run.state.born, "the run's own task gives it")
+        assert run.tape("init asked")[0]["reason"] == "version 0 comes from right"
+        with pytest.raises(LayoutMismatch, match="this model is not the run's"):
+            await follows
+        ending.reason = "test"
+        await right
 
 
 async def _ends_with(child: Any, status: int) -> None:

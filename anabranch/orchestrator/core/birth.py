@@ -51,8 +51,8 @@ def ready(state: State, event: InitReady) -> Iterator[Instruction]:
     if (wished := state.spec.rounds.fragments) > len(state.fragments):
         reason += f" (rounds.fragments = {wished}, but the model has only {len(state.fragments)} tensors)"
     yield Birth(reason, state.timeline)
+    yield from membership.born(state)  # first: who cannot stay must not fetch what it cannot read
     yield Tell(reason, Born(timeline=state.timeline))
-    yield from membership.born(state)
 
 
 def _read(state: State, incarnation: int, entry: bytes | None) -> Iterator[Instruction]:

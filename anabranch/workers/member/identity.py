@@ -27,6 +27,7 @@ class Identity:
     label: str = ""
     role: Literal["worker", "evaluator"] = "worker"
     device: str = ""
+    can_init: bool = True  # whether its model may become version 0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(ID_PATTERN, self.name) or self.name.startswith(SYNCHRONIZER):

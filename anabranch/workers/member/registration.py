@@ -52,7 +52,7 @@ class Registration:
             label=identity.label,
             role=identity.role,
             layout_hash=layout.hash,
-            can_init=True,
+            can_init=identity.can_init,
             device=identity.device,
             release=VERSION,
         )

@@ -124,8 +124,9 @@ class SyntheticWorker:
         train: Train = decay,
         store: Callable[[Layout], NumpyStore] = NumpyStore,
         data: SharedItems | None = None,
+        can_init: bool = True,
     ) -> None:
-        self.client = Client(url, Identity(name, label="synthetic", device="none"))
+        self.client = Client(url, Identity(name, label="synthetic", device="none", can_init=can_init))
         self.store: NumpyStore | None = None
         self.ready = asyncio.Event()  # every fragment adopted
         self.step = 0

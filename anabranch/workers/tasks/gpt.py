@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anabranch.workers.data import load_corpus
+from anabranch.workers.data import ByteCorpus, check_encoding, load_corpus
 from anabranch.workers.shards import TokenWindows, text_folder
 from anabranch.workers.tasks.base import Recipe, TokenBatch, continued, generator_of
 from anabranch.workers.tasks.options import read_options, require
@@ -50,11 +50,14 @@ class GPTConfig(Recipe):
     beta2: float = 0.98
     weight_decay: float = 0.1
     data: str = ""  # a folder of text; empty: the Python standard library's sources
+    encoding: str = ""  # of the folder's files, to make them UTF-8; empty: their bytes as they are
 
     def __post_init__(self) -> None:
         for name in ("context", "layers", "heads", "width", "lookback", "batch", "total_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         super().__post_init__()
+        if self.encoding and (allowed := check_encoding(self.encoding)):
+            require(False, "encoding", self.encoding, allowed)
         whole = 2 * self.heads
         require(self.width % whole == 0, "width", self.width, f"a multiple of 2 × heads = {whole}")
         require(self.lookback <= self.context, "lookback", self.lookback, f"at most context = {self.context}")
@@ -148,7 +151,7 @@ class GPTTask:
 
     def batches(self, seed: int, worker: str) -> Iterator[TokenBatch]:
         """Random windows of the training text, drawn by a generator of (seed, worker)."""
-        rng, corpus = generator_of(seed, worker), load_corpus(self._folder())
+        rng, corpus = generator_of(seed, worker), self._corpus()
         while True:
             yield TokenBatch.of(corpus.random_windows(rng, self.config.batch, self.config.context))
 
@@ -158,7 +161,7 @@ class GPTTask:
 
     def dataset(self) -> TokenWindows:
         """The training text in windows of `context` bytes."""
-        return text_folder(self._folder(), self.config.context)
+        return text_folder(self._folder(), self.config.context, self.config.encoding)
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> torch.Tensor:
         """Mean cross entropy in nats per byte."""
@@ -167,7 +170,7 @@ class GPTTask:
 
     def heldout_batches(self) -> list[TokenBatch]:
         """128 windows spread evenly over the held-out files."""
-        windows = load_corpus(self._folder()).heldout_windows(HELDOUT_WINDOWS, self.config.context)
+        windows = self._corpus().heldout_windows(HELDOUT_WINDOWS, self.config.context)
         return [TokenBatch.of(windows[at : at + HELDOUT_BATCH]) for at in range(0, HELDOUT_WINDOWS, HELDOUT_BATCH)]
 
     def learning_rate(self, global_tokens: int) -> float:
@@ -177,6 +180,9 @@ class GPTTask:
     def sample(self, model: nn.Module, prompt: str, length: int, temperature: float, seed: int) -> str:
         """`length` bytes that the model continues `prompt` with, as text; what is no UTF-8 is replaced."""
         return generate(model, self.config, prompt.encode(), length, temperature, seed).decode(errors="replace")
+
+    def _corpus(self) -> ByteCorpus:
+        return load_corpus(self._folder(), encoding=self.config.encoding)
 
     def _folder(self) -> Path | None:
         return Path(self.config.data) if self.config.data else None

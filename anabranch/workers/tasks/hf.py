@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from anabranch.errors import SpecError, UsageError
-from anabranch.workers.data import windows
+from anabranch.workers.data import check_encoding, windows
 from anabranch.workers.shards import TokenWindows
 from anabranch.workers.tasks.base import Recipe, TokenBatch, continued, generator_of
 from anabranch.workers.tasks.options import read_options, require
@@ -49,6 +49,7 @@ class HFConfig(Recipe):
 
     model: str = ""  # folder of model and tokenizer; every member may have its own place for it: --model
     data: str = ""  # folder of text, --data; empty: the Python standard library's sources
+    encoding: str = "utf-8"  # of the folder's files
     checksum: str = ""  # of the model's folder; members with another one are refused. Empty: not compared
     context: int = 128  # inputs per window
     batch: int = 4  # windows per step
@@ -72,6 +73,8 @@ class HFConfig(Recipe):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         super().__post_init__()
         require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "at least 0, below 1")
+        if allowed := check_encoding(self.encoding):
+            require(False, "encoding", self.encoding, allowed)
         require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {', '.join(_DTYPES)}")
         require(bool(self.targets), "lora_targets", self.lora_targets, "all-linear, or names of modules")
 
@@ -199,7 +202,7 @@ class HFTask:
     @cached_property
     def _tokens(self) -> TokenCorpus:
         folder = Path(self.config.data) if self.config.data else None
-        return load_tokens(folder, self.tokenizer, self.config.max_mb * 1_000_000)
+        return load_tokens(folder, self.tokenizer, self.config.max_mb * 1_000_000, self.config.encoding)
 
     @cached_property
     def tokenizer(self) -> Any:
