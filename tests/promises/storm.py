@@ -398,8 +398,9 @@ class Storm:
             assert not found, f"blobs that nobody names never run out: {found[:4]}"
         for place in self.places:
             self._read_tape_file(place.directory)
-            again = await asyncio.to_thread(replay_decisions, segments(place.directory))
-            assert again.difference is None, f"{place.directory.name} decides otherwise now: {again.difference}"
+            if journals := segments(place.directory):  # a short storm may never let it lead
+                again = await asyncio.to_thread(replay_decisions, journals)
+                assert again.difference is None, f"{place.directory.name} decides otherwise now: {again.difference}"
         self.check()
         assert not self.watch.gaps(), self.watch.gaps()
 
