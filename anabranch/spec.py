@@ -76,18 +76,36 @@ class RoundsSpec(_Section):
         return self.inner_steps / self.fragments
 
 
+COUNTER = "num_batches_tracked"
+_RUNNING = ("running_mean", "running_var", COUNTER)  # what normalisation layers of torch call them
+
+
+def is_running(name: str) -> bool:
+    """Whether a buffer of this name is a running statistic of a normalisation layer, or counts its batches."""
+    return name.endswith(_RUNNING)
+
+
 class MergeSpec(_Section):
     """How contributions become an outer gradient, and the outer step (DESIGN section 5)."""
 
     matrix: Rule = "radial"
     embedding: Rule = "radial"
     embedding_tensors: tuple[str, ...] = ("*embed*", "*emb.weight", "*wte*", "*wpe*")  # shell-style patterns
+    buffers: tuple[str, ...] | None = None  # names, as patterns, of those that travel; None: see `carries`
     outer_lr: Annotated[float, Field(gt=0, le=10)] = 1.0
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def is_embedding(self, tensor: str) -> bool:
         """Whether a tensor of this name is an embedding; a rule of names, so every member decides alike."""
         return any(fnmatchcase(tensor, pattern) for pattern in self.embedding_tensors)
+
+    def carries(self, buffer: str, *, whole: bool = False) -> bool:
+        """Whether a buffer of this name travels. Unless `buffers` says which, all do where the `whole` model is
+        trained; where a part of it is frozen, only what normalisation layers change: others belong to the base, which
+        each member has (and may have quantized)."""
+        if self.buffers is None:
+            return whole or is_running(buffer)
+        return any(fnmatchcase(buffer, pattern) for pattern in self.buffers)
 
 
 class WorkersSpec(_Section):

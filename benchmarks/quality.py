@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from anabranch.model import layout_for
 from anabranch.spec import RunSpec, parse_spec
 from anabranch.workers.evaluator import heldout_loss
 from anabranch.workers.tasks.base import CosineSchedule, TokenBatch
 from anabranch.workers.tasks.gpt import GPT, GPTTask
-from anabranch.workers.torch_store import TorchStore, shapes
+from anabranch.workers.tensors import layout_of
+from anabranch.workers.torch_store import TorchStore
 from benchmarks import machine
 from benchmarks.levers import ForgetfulStore, LeverWorld, parse
 from benchmarks.quality_plot import plot
@@ -114,7 +114,7 @@ class Training:
         self._schedule = CosineSchedule(config.inner_lr, config.inner_lr * config.floor, 50, 1000)
         self._optimizer = self.task.build_optimizer(self.model)
         self._data: list[Iterator[TokenBatch]] = [self.task.batches(config.seed, name) for name in names]
-        layout = layout_for(config.spec(), shapes(self.model))
+        layout = layout_of(config.spec(), self.model, {})
         self.store = TorchStore(self.model, layout)
         if "forget" in levers:
             self.store = ForgetfulStore(self.model, layout, self._optimizer, levers["forget"])
@@ -172,7 +172,7 @@ def decoupled(config: Config, show: Callable[[float, float], None]) -> dict[str,
     trainers = [Training(config, [f"w{i}"], state) for i in range(len(config.speeds))]
     judge = Training(config, [], state)
     heldout = judge.task.heldout_batches()
-    layout = layout_for(config.spec(), shapes(judge.model))
+    layout = layout_of(config.spec(), judge.model, {})
     curve: Curve = []
 
     def watch(world: World) -> None:

@@ -119,9 +119,10 @@ def started(folder: Path, size: int = 2) -> Iterator[Ranks]:
 # --- in the ranks' processes ----------------------------------------------------------------------------------
 
 
-def tiny(seed: int, hidden: int = 8) -> torch.nn.Module:
+def tiny(seed: int, hidden: int = 8, *, norm: bool = False) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
+    between = torch.nn.BatchNorm1d(hidden) if norm else torch.nn.Tanh()
+    return torch.nn.Sequential(torch.nn.Linear(4, hidden), between, torch.nn.Linear(hidden, 1))
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -163,10 +164,17 @@ def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[fl
 
 
 def train(
-    url: str, rank: int, *, tokens: int, name: str = "island", duty: float = 1.0, warm_start: bool = False
+    url: str,
+    rank: int,
+    *,
+    tokens: int,
+    name: str = "island",
+    duty: float = 1.0,
+    warm_start: bool = False,
+    norm: bool = False,
 ) -> Result:
     """DDP, until the run has merged so many tokens."""
-    model = DistributedDataParallel(tiny(rank))
+    model = DistributedDataParallel(tiny(rank, norm=norm))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = digest(model.module)
     steps = 0

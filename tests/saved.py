@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from anabranch.checkpoints.place import MANIFEST, open_place
 from anabranch.merge.fragments import Layout
+from anabranch.merge.names import Kind
 from anabranch.model import Float32, flatten, layout_for
 from anabranch.orchestrator.checkpoint import Checkpoints, Snapshot, take_snapshot
 from anabranch.orchestrator.core.state import Fragment, State
@@ -58,9 +59,14 @@ async def save(
     return await Checkpoints(where, keep).write(snapshot(number, timeline=timeline, merged=merged))
 
 
-async def save_model(where: str | Path, spec: RunSpec, tensors: Mapping[str, NDArray[Any]]) -> str:
+async def save_model(
+    where: str | Path,
+    spec: RunSpec,
+    tensors: Mapping[str, NDArray[Any]],
+    buffers: Mapping[str, Kind] | None = None,
+) -> str:
     """A checkpoint of these tensors, split as the run would."""
-    layout = layout_for(spec, [(name, array.shape) for name, array in tensors.items()])
+    layout = layout_for(spec, [(name, array.shape) for name, array in tensors.items()], buffers)
     made = [version_of(flatten([tensors[t.name] for t in f.tensors]), None) for f in layout.fragments]
     return await Checkpoints(where, 3).write(take_snapshot(state(1, spec, layout=layout), layout, made))
 

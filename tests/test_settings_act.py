@@ -279,6 +279,7 @@ ACTS: dict[str, tuple[Observe, Any, Any, dict[str, Any]]] = {
     "merge.matrix": (merged, "radial", "average", ALONE),
     "merge.embedding": (merged, "radial", "average", ALONE),
     "merge.embedding_tensors": (merged, ["*embed*"], ["c"], {"merge.embedding": "average"}),
+    "merge.buffers": (lambda spec: spec.merge.carries("1.running_mean"), None, [], ALONE),
     "merge.outer_lr": (merged, 0.5, 1.0, ALONE),
     "merge.outer_momentum": (merged, 0.0, 0.5, ALONE),
     "workers.adoption": (carried, "overwrite", "rebase", ALONE),

@@ -1,7 +1,7 @@
-"""safetensors files of float32 tensors, streamed: neither writing nor reading holds a second copy of the file.
+"""safetensors files, streamed: neither writing nor reading holds a second copy of the file.
 
 The format: eight bytes with the header's length, a JSON header (name → dtype, shape, offsets), the tensors' bytes
-in the header's order without gaps. Ours keep the model's own order.
+in the header's order without gaps. Ours have the layout's order.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 8 * 1024 * 1024  # what passes at a time: an object store's client keeps a copy of it
 _HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own
+_DTYPES = {("f", 4): "F32", ("i", 8): "I64"}
 
 
 class Sink(Protocol):
@@ -72,18 +73,22 @@ class HashedSource:
 
 
 def write_tensors(sink: Sink, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> None:
-    """Write float32 `tensors` as one safetensors file, in their order."""
+    """Write `tensors`, float32 or int64, as one safetensors file, in their order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, array in tensors.items():
-        stop = start + array.size * 4
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [start, stop]}
+        stop = start + array.nbytes
+        header[name] = {
+            "dtype": _DTYPES[array.dtype.kind, array.itemsize],
+            "shape": list(array.shape),
+            "data_offsets": [start, stop],
+        }
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight
     sink.write(len(text).to_bytes(8, "little") + text)
     for array in tensors.values():
-        data = np.ascontiguousarray(array, dtype="<f4").reshape(-1).data.cast("B")
+        data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).data.cast("B")
         for piece in range(0, data.nbytes, PIECE_BYTES):
             sink.write(data[piece : piece + PIECE_BYTES])
 

@@ -64,9 +64,9 @@ class MergeRules:
 
     def rule(self, tensor: TensorSpec) -> Rule:
         """The rule for this tensor."""
-        if tensor.size < RADIAL_FROM:
+        if tensor.size < RADIAL_FROM or tensor.is_buffer:
             return "average"
-        return self.embedding if tensor.embedding else self.matrix
+        return self.embedding if tensor.kind == "embedding" else self.matrix
 
 
 def merge_fragment(
@@ -96,7 +96,8 @@ def merge_fragment(
     - a zero delta counts in the mean norm and in Σ w, and has no direction; if all are zero, so is the
       result;
     - ‖Σ w φ(d)‖ <= 1e-6 Σ w (directions cancel): weighted average for that tensor;
-    - a tensor of fewer than `RADIAL_FROM` elements: weighted average;
+    - a tensor of fewer than `RADIAL_FROM` elements, and a statistic: weighted average;
+    - a counter: the largest, which is the smallest delta;
     - any finite float32 in, denormals included, gives finite numbers out: norms are float64, and a radial
       result too large for float32 (norms beyond 3e38, which a vector can have) saturates at its largest
       value.
@@ -118,7 +119,11 @@ def merge_fragment(
     largest = max(weight for _, weight in taking)  # first divided by it: sums of huge weights must not overflow
     total = sum(weight / largest for _, weight in taking)
     shares = tuple(weight / largest / total for _, weight in taking)
-    return _Merge(fragment, tuple(delta for delta, _ in taking), shares, rules, map_blocks, out).run()
+    merged = _Merge(fragment, tuple(delta for delta, _ in taking), shares, rules, map_blocks, out).run()
+    for tensor, start, stop in fragment.buffers:
+        if tensor.kind == "counter":
+            np.minimum.reduce([delta[start:stop] for delta, _ in taking], out=merged[start:stop])
+    return merged
 
 
 def _check(fragment: Fragment, deltas: Sequence[Float32], weights: Sequence[float]) -> None:

@@ -24,13 +24,15 @@ class _Implementation(NamedTuple):
     decode: Callable[[memoryview], Float32]
 
 
-def encoded_bytes(codec: Codec, size: int) -> int:
-    """Bytes that `size` elements take on the wire. Raises SpecError for an unknown codec."""
-    return _find(codec).element_bytes * size
+def encoded_bytes(codec: Codec, size: int, exact: int = 0) -> int:
+    """Bytes of `size` elements on the wire, the last `exact` as fp32. Raises SpecError for an unknown codec."""
+    return _find(codec).element_bytes * (size - exact) + _CODECS["fp32"].element_bytes * exact
 
 
-def encode(codec: Codec, flat: Float32) -> memoryview:
+def encode(codec: Codec, flat: Float32, exact: int = 0) -> memoryview:
     """Bytes of `flat`, float32 [size]; fp32 is a view of `flat` itself where it is contiguous and native.
+
+    The last `exact` elements are fp32 in any codec: a variance that was rounded may end below zero.
 
     bf16 and fp16 round to nearest, ties to even; inf stays inf, NaN stays NaN, and what lies above the largest
     value by half a step or more becomes inf. bf16: relative error at most 2⁻⁸, up to 3.3895e38. fp16: at most
@@ -40,20 +42,27 @@ def encode(codec: Codec, flat: Float32) -> memoryview:
     implementation = _find(codec)
     if flat.dtype != np.float32 or flat.ndim != 1:
         raise ValueError(f"dtype {flat.dtype}, shape {flat.shape}: needed is a flat float32 vector")
-    return implementation.encode(flat)
+    if not exact or implementation is _CODECS["fp32"]:
+        return implementation.encode(flat)
+    return memoryview(b"".join((implementation.encode(flat[:-exact]), _encode_fp32(flat[-exact:]))))
 
 
-def decode(codec: Codec, buffer: bytes | bytearray | memoryview, size: int) -> Float32:
+def decode(codec: Codec, buffer: bytes | bytearray | memoryview, size: int, exact: int = 0) -> Float32:
     """The `size` float32 values in `buffer`; read-only, and a view of `buffer` where that is possible (fp32).
 
-    Raises UnusablePayload if the length is not that of `size` elements, SpecError for an unknown codec.
+    `exact` as in `encode`. Raises UnusablePayload if the length is not that of `size` elements, SpecError for an
+    unknown codec.
     """
     implementation = _find(codec)
     raw = memoryview(buffer).cast("B")
-    expected = implementation.element_bytes * size
+    expected = encoded_bytes(codec, size, exact)
     if raw.nbytes != expected:
         raise UnusablePayload(f"payload has {raw.nbytes} bytes, expected {expected} ({size} elements of {codec})")
-    flat = implementation.decode(raw)
+    if not exact or implementation is _CODECS["fp32"]:
+        flat = implementation.decode(raw)
+    else:
+        cut = implementation.element_bytes * (size - exact)
+        flat = np.concatenate([implementation.decode(raw[:cut]), _decode_fp32(raw[cut:])])
     flat.flags.writeable = False
     return flat
 

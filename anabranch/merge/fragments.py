@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import cast, get_args
 
 from anabranch.errors import MalformedMessage, SpecError
+from anabranch.merge.names import Kind
 
 BYTES_PER_ELEMENT = 4  # float32 everywhere
 
@@ -25,16 +26,21 @@ _MAX_ELEMENTS = 1 << 44
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One float32 tensor of the model: its name, shape, and whether it is an embedding (see `MergeRules`)."""
+    """One float32 tensor of the model: its name, its shape, and what it is (see `MergeRules`)."""
 
     name: str
     shape: tuple[int, ...]
-    embedding: bool = False
+    kind: Kind = "weights"
 
     @property
     def size(self) -> int:
         """Elements; a scalar, shape (), has one."""
         return math.prod(self.shape)
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether training changes it without a gradient."""
+        return self.kind in ("statistic", "counter")
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,20 @@ class Fragment:
             start += tensor.size
         return tuple(found)
 
+    @cached_property
+    def buffers(self) -> tuple[tuple[TensorSpec, int, int], ...]:
+        """Those of the segments that hold buffers."""
+        return tuple(segment for segment in self.segments if segment[0].is_buffer)
+
+    @cached_property
+    def weights(self) -> int:
+        """Elements before the first buffer: models have theirs at the end."""
+        return self.buffers[0][1] if self.buffers else self.size
+
 
 @dataclass(frozen=True)
 class Layout:
-    """All tensors in the model's own order, and the fragments `plan_layout` made of them."""
+    """All tensors, and the fragments `plan_layout` made of them."""
 
     tensors: tuple[TensorSpec, ...]
     fragments: tuple[Fragment, ...]
@@ -73,13 +89,13 @@ class Layout:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256, hex, of names, shapes, embedding flags and P: equal where members fit together."""
+        """SHA-256, hex, of names, shapes, kinds and P: equal where members fit together."""
         text = json.dumps([_FORMAT, self.to_wire()], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode("ascii")).hexdigest()
 
     def to_wire(self) -> dict[str, object]:
-        """For msgpack: `{"tensors": [[name, [dim, ...], embedding], ...], "fragments": P}`."""
-        tensors = [[tensor.name, list(tensor.shape), tensor.embedding] for tensor in self.tensors]
+        """For msgpack: `{"tensors": [[name, [dim, ...], kind], ...], "fragments": P}`."""
+        tensors = [[tensor.name, list(tensor.shape), tensor.kind] for tensor in self.tensors]
         return {"tensors": tensors, "fragments": len(self.fragments)}
 
     @staticmethod
@@ -104,32 +120,23 @@ class Layout:
             raise MalformedMessage(f"layout: {error}") from error
 
     def first_difference(self, other: Layout) -> str | None:
-        """A sentence on the first tensor in which `other`, the run's layout, differs; None if equal."""
-        for position, (ours, theirs) in enumerate(zip(self.tensors, other.tensors, strict=False)):
-            if ours != theirs:
-                return self._describe(position, ours, theirs, other)
-        count, theirs_count = len(self.tensors), len(other.tensors)
-        if count > theirs_count:
-            return f"tensor {self.tensors[theirs_count].name!r} exists here but not in the run"
-        if count < theirs_count:
-            return f"tensor {other.tensors[count].name!r} of the run does not exist here"
-        if len(self.fragments) != len(other.fragments):
-            here, there = len(self.fragments), len(other.fragments)
-            return f"the model is split into {here} fragments here, {there} in the run"
-        return None
-
-    def _describe(self, position: int, ours: TensorSpec, theirs: TensorSpec, other: Layout) -> str:
-        if ours.name == theirs.name:
+        """A sentence on the first tensor in which `other`, the run's layout, differs; None if all are there and
+        equal. About their order it says nothing: `model.layout_for` gives everybody the same."""
+        there = {tensor.name: tensor for tensor in other.tensors}
+        for ours in self.tensors:
+            theirs = there.pop(ours.name, None)
+            if theirs is None:
+                return f"tensor {ours.name!r} exists here but not in the run"
             if ours.shape != theirs.shape:
                 return f"tensor {ours.name!r} has shape {ours.shape} here, {theirs.shape} in the run"
-            kinds = {True: "an embedding", False: "no embedding"}
-            return f"tensor {ours.name!r} is {kinds[ours.embedding]} here, {kinds[theirs.embedding]} in the run"
-        places = {tensor.name: place for place, tensor in enumerate(other.tensors)}
-        if ours.name not in places:
-            return f"tensor {ours.name!r} exists here but not in the run"
-        if all(tensor.name != theirs.name for tensor in self.tensors):
-            return f"tensor {theirs.name!r} of the run does not exist here"
-        return f"tensor {ours.name!r} is number {position + 1} here, number {places[ours.name] + 1} in the run"
+            if ours.kind != theirs.kind:
+                return f"tensor {ours.name!r} is of the kind {ours.kind!r} here, {theirs.kind!r} in the run"
+        if there:
+            return f"tensor {next(iter(there))!r} of the run does not exist here"
+        if len(self.fragments) != len(other.fragments):
+            here, count = len(self.fragments), len(other.fragments)
+            return f"the model is split into {here} fragments here, {count} in the run"
+        return None
 
 
 def plan_layout(tensors: Sequence[TensorSpec], fragments: int) -> Layout:
@@ -169,6 +176,8 @@ def _check_plan(tensors: Sequence[TensorSpec], fragments: int) -> None:
     name, times = Counter(tensor.name for tensor in tensors).most_common(1)[0]
     if times > 1:
         raise SpecError(f"tensor {name!r}: is there {times} times; names must differ: list shared weights once")
+    if (late := _weights_after_buffers(tensors)) is not None:
+        raise SpecError(f"tensor {late.name!r}: comes after a buffer; buffers must be the last ones")
     for tensor in tensors:
         if any(dim < 1 for dim in tensor.shape):
             raise SpecError(
@@ -177,17 +186,22 @@ def _check_plan(tensors: Sequence[TensorSpec], fragments: int) -> None:
             )
 
 
+def _weights_after_buffers(tensors: Sequence[TensorSpec]) -> TensorSpec | None:
+    first = next((position for position, tensor in enumerate(tensors) if tensor.is_buffer), len(tensors))
+    return next((tensor for tensor in tensors[first:] if not tensor.is_buffer), None)
+
+
 def _tensor_from_wire(position: int, row: object) -> TensorSpec:
     where = f"layout: tensor number {position + 1}"
     if not isinstance(row, list | tuple) or len(row) != 3:
-        raise MalformedMessage(f"{where} must be [name, shape, embedding]")
-    name, shape, embedding = cast("Sequence[object]", row)
+        raise MalformedMessage(f"{where} must be [name, shape, kind]")
+    name, shape, kind = cast("Sequence[object]", row)
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
         raise MalformedMessage(f"{where}: its name must be a string of 1 to {_MAX_NAME} characters")
     if not isinstance(shape, list | tuple) or len(shape) > _MAX_NDIM:
         raise MalformedMessage(f"{where} ({name!r}): its shape must be a list of at most {_MAX_NDIM} dimensions")
     if any(type(dim) is not int or not 1 <= dim <= _MAX_ELEMENTS for dim in shape):
         raise MalformedMessage(f"{where} ({name!r}): its dimensions must be integers from 1 to {_MAX_ELEMENTS}")
-    if type(embedding) is not bool:
-        raise MalformedMessage(f"{where} ({name!r}): 'embedding' must be true or false")
-    return TensorSpec(name, tuple(shape), embedding)
+    if kind not in get_args(Kind):
+        raise MalformedMessage(f"{where} ({name!r}): its kind must be one of {', '.join(get_args(Kind))}")
+    return TensorSpec(name, tuple(shape), cast("Kind", kind))

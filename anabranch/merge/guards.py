@@ -30,14 +30,15 @@ def inspect(fragment: Fragment, flat: Float32, *, max_norm: float | None) -> flo
     """Norm of a contribution to `fragment`: flat float32 [fragment.size].
 
     Raises UnusablePayload for another length or dtype, for non-finite values (names the first tensor that has
-    them), and for a norm above `max_norm` (None: no limit). One pass over a payload that is fine.
+    them), and for a norm above `max_norm` (None: no limit). Buffers do not count in the norm: of a variance or a
+    counter no size is odd. One pass over a payload that is fine.
     """
     if flat.dtype != np.float32 or flat.shape != (fragment.size,):
         raise UnusablePayload(
             f"payload has dtype {flat.dtype} and shape {flat.shape}, expected float32 and ({fragment.size},)"
         )
-    length = norm(flat)
-    if not math.isfinite(length):
+    length = norm(flat[: fragment.weights])
+    if not (math.isfinite(length) and is_finite(flat[fragment.weights :])):
         for tensor, start, stop in fragment.segments:
             if not is_finite(flat[start:stop]):
                 raise UnusablePayload(f"tensor {tensor.name!r} has non-finite values")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,13 @@ class OuterOptimizer:
             raise SpecError(f"outer.momentum = {self.momentum}: must be 0 or more and below 1; 0.9 is usual")
 
     def step(
-        self, theta: Float32, buf: Float32 | None, gradient: Float32, *, map_blocks: MapBlocks = map
+        self,
+        theta: Float32,
+        buf: Float32 | None,
+        gradient: Float32,
+        *,
+        plain: Iterable[tuple[int, int]] = (),
+        map_blocks: MapBlocks = map,
     ) -> tuple[Float32, Float32]:
         """New parameters and new momentum; the inputs stay as they are.
 
@@ -39,8 +46,11 @@ class OuterOptimizer:
             buf' = (μ · buf) + g
             Θ'   = Θ − (lr · (g + (μ · buf')))
 
-        with μ and lr rounded to float32 first. Overflow gives inf without a warning: check with
-        `guards.is_finite` before publishing. Raises ValueError for another dtype or unequal shapes.
+        with μ and lr rounded to float32 first. In the spans `plain` (start, stop) Θ' = Θ − g and buf' = 0: what
+        members have there is averaged, and nothing is gained by going further.
+
+        Overflow gives inf without a warning: check with `guards.is_finite` before publishing. Raises ValueError for
+        another dtype or unequal shapes.
         """
         _check(theta, buf, gradient)
         lr, momentum = np.float32(self.lr), np.float32(self.momentum)
@@ -62,6 +72,10 @@ class OuterOptimizer:
                 np.subtract(theta[part], change, out=moved)
 
         run_blocks(map_blocks, update, list(spans(0, theta.size)))
+        for start, stop in plain:
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                np.subtract(theta[start:stop], gradient[start:stop], out=new_theta[start:stop])
+            new_buf[start:stop] = 0.0
         return new_theta, new_buf
 
 

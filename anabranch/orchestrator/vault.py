@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from anabranch.merge.average import MergeRules, merge_fragment
 from anabranch.merge.codecs import decode, encode, encoded_bytes
 from anabranch.merge.fragments import Layout
 from anabranch.merge.guards import inspect, is_finite
+from anabranch.merge.names import Kind
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.model import flatten, layout_for
 from anabranch.orchestrator.core.events import Offer
@@ -30,7 +31,7 @@ from anabranch.orchestrator.core.instructions import Merge
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.keys import SYNCHRONIZER
-from anabranch.spec import RunSpec
+from anabranch.spec import COUNTER, RunSpec, is_running
 
 Float32 = NDArray[np.float32]
 ABSURD_NORM = 1e30  # no training produces it; a few of them would leave float32's range
@@ -80,7 +81,8 @@ class Vault:
         codec = self.spec.workers.codec
         if claim.codec != codec:
             raise UnusablePayload(f"codec {claim.codec!r}, the run uses {codec!r} (workers.codec)")
-        expected = encoded_bytes(codec, fragment.size)
+        exact = fragment.size - fragment.weights
+        expected = encoded_bytes(codec, fragment.size, exact)
         if claim.bytes != expected:
             raise UnusablePayload(
                 f"wrong shape: {claim.bytes} bytes, fragment {fragment.index} has {expected} "
@@ -90,7 +92,7 @@ class Vault:
         fail_at("after fetch")
 
         def verify() -> Float32:
-            flat = decode(codec, data, fragment.size)
+            flat = decode(codec, data, fragment.size, exact)
             inspect(fragment, flat, max_norm=self.spec.limits.max_delta_norm or ABSURD_NORM)
             return flat
 
@@ -114,7 +116,8 @@ class Vault:
             gradient = merge_fragment(fragment, deltas, weights, self._rules)
             if gradient is None:
                 return "nothing to merge: all weights are zero"
-            theta, momentum = self._outer.step(old.theta, old.momentum, gradient)
+            plain = [(start, stop) for _, start, stop in fragment.buffers]
+            theta, momentum = self._outer.step(old.theta, old.momentum, gradient, plain=plain)
             if not (is_finite(theta) and is_finite(momentum)):
                 return "the outer step left float32's range: Θ stays as it is"
             return theta, momentum
@@ -168,9 +171,13 @@ class Vault:
         """Fetch and verify version 0 as a worker sent it, and upload it under our own name."""
         wire = messages.unpack(bytes(await self.blobs.get(offer.layout, LAYOUT_LIMIT_BYTES)))
         layout = Layout.from_wire(wire)
-        expected = layout_for(self.spec, [(t.name, t.shape) for t in layout.tensors])
+        expected = layout_for(
+            self.spec,
+            [(t.name, t.shape) for t in layout.tensors],
+            {t.name: t.kind for t in layout.tensors if t.is_buffer},
+        )
         if expected.hash != layout.hash:
-            raise LayoutMismatch(expected.first_difference(layout) or "the layout is split into other fragments")
+            raise LayoutMismatch(expected.first_difference(layout) or "its tensors are in another order")
         claims = _read_claims(bytes(await self.blobs.get(offer.fragments, LAYOUT_LIMIT_BYTES)))
         if len(claims) != len(layout.fragments):
             raise MalformedMessage(f"{len(claims)} fragments sent, {len(layout.fragments)} expected")
@@ -185,13 +192,25 @@ class Vault:
     async def take_file(self, path: Path) -> Newborn:
         """Version 0 from a safetensors file (`--init`)."""
         tensors = await asyncio.to_thread(_read_safetensors, path)
-        layout = layout_for(self.spec, [(name, array.shape) for name, array in tensors.items()])
+        buffers = {name: self._kind_in_file(name, array) for name, array in tensors.items()}
+        travel = {name: array.shape for name, array in tensors.items() if buffers[name] != "stays"}
+        kinds = {name: cast("Kind", kind) for name, kind in buffers.items() if kind is not None}
+        layout = layout_for(self.spec, list(travel.items()), kinds)
         versions = []
         for fragment in layout.fragments:
             flat = await asyncio.to_thread(flatten, [tensors[t.name] for t in fragment.tensors])
             await asyncio.to_thread(inspect, fragment, flat, max_norm=ABSURD_NORM)
             versions.append(await self.upload(flat, None))
         return layout, versions
+
+    def _kind_in_file(self, name: str, array: NDArray[Any]) -> Kind | Literal["stays"] | None:
+        """None: a parameter. A file does not say which of its tensors are buffers, but names and types do."""
+        counts = array.dtype.kind in "iu" or name.endswith(COUNTER)
+        if array.dtype.kind == "b" or (is_running(name) and not self.spec.merge.carries(name)):
+            return "stays"
+        if counts:
+            return "counter"
+        return "statistic" if self.spec.merge.carries(name) else None
 
     async def load(self, layout: Layout, claims: Sequence[tuple[messages.Claim, messages.Claim | None]]) -> None:
         """Fetch what `state` names; `BlobMissing` or `BlobCorrupt` if the server lost or changed it."""

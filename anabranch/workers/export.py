@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.checkpoints.reading import Restored, read_checkpoint
 from anabranch.checkpoints.tensors import write_tensors
 from anabranch.errors import CheckpointError, UsageError
-from anabranch.model import Float32, unflatten
+from anabranch.model import unflatten
 from anabranch.workers.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of, is_adapter
 
 log = logging.getLogger("anabranch.export")
@@ -40,7 +41,7 @@ BESIDE_CONFIG = (  # what `save_pretrained` of a model, tokenizer or processor w
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
-Tensors = dict[str, Float32]
+Tensors = dict[str, NDArray[Any]]  # float32, and int64 where something is counted
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ def export_checkpoint(where: str | Path, out: Path, options: ExportOptions | Non
         raise UsageError("--config belongs to --format hf; --format safetensors writes tensors only")
     _check_empty(out)
     restored = read_checkpoint(where, momenta=False)
-    tensors = unflatten(restored.layout, restored.thetas)
+    tensors: Tensors = dict(unflatten(restored.layout, restored.thetas))
+    for tensor in restored.layout.tensors:
+        if tensor.kind == "counter":
+            tensors[tensor.name] = tensors[tensor.name].astype(np.int64)
     config, folder = None, None
     if options.format == "hf" and is_adapter(tensors):
         weights, described = adapter_of(tensors, restored.manifest["spec"].get("task", {}), options.config)
@@ -142,13 +146,15 @@ def _fitting(tensors: Tensors, config: Mapping[str, Any], location: str, source:
     if groups is None:
         log.warning("transformers is not installed: names and shapes are not compared with the architecture")
         return tensors
-    known = {name for names, _ in groups for name in names}
+    known = {name for names, _ in groups for name in names} | buffers.keys()
     if unexpected := [name for name in tensors if name not in known]:
         raise CheckpointError(
             f"{location} has the tensor {unexpected[0]!r} (one of {len(unexpected)}), which {_named(config)} does "
             "not have; --config must describe the model that was trained"
         )
-    tensors = _completed(tensors, [names for names, shape in groups if 0 not in shape], buffers, source)
+    for name in buffers.keys() & tensors.keys():
+        _check_shape(name, buffers[name], tensors, location)
+    tensors = _completed(tensors, [names for names, shape in groups if 0 not in shape], list(buffers), source)
     dropped = set[str]()
     for names, shape in groups:
         if 0 in shape:  # nothing of it was trained, and loading it needs nothing
@@ -169,10 +175,7 @@ def _check_group(
             f"frozen, the folder of the base model with its safetensors{tied}"
         )
     for name in present:
-        if tensors[name].shape != shape:
-            raise CheckpointError(
-                f"{location}: {name} has shape {tensors[name].shape}, the architecture's has {shape}"
-            )
+        _check_shape(name, shape, tensors, location)
         if not np.array_equal(tensors[name].view(np.uint32), tensors[present[0]].view(np.uint32)):
             raise CheckpointError(
                 f"{location}: {present[0]} and {name} differ, but the config ties them: it must say "
@@ -181,8 +184,13 @@ def _check_group(
     return set(present[1:])
 
 
+def _check_shape(name: str, shape: tuple[int, ...], tensors: Tensors, location: str) -> None:
+    if tensors[name].shape != shape:
+        raise CheckpointError(f"{location}: {name} has shape {tensors[name].shape}, the architecture's has {shape}")
+
+
 def _completed(tensors: Tensors, groups: list[list[str]], buffers: list[str], source: Path) -> Tensors:
-    """With what the run lacks and the base model has, in float32."""
+    """With what the run lacks and the base model has, in float32 or int64."""
     lacking = {name for names in groups if not any(n in tensors for n in names) for name in names}
     wanted = lacking | {name for name in buffers if name not in tensors}
     folder = source if source.is_dir() else source.parent
@@ -195,7 +203,8 @@ def _completed(tensors: Tensors, groups: list[list[str]], buffers: list[str], so
     for path in files:
         try:
             with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name).float().numpy() for name in file.keys() if name in wanted}  # noqa: SIM118
+                held = {name: file.get_tensor(name) for name in file.keys() if name in wanted}  # noqa: SIM118
+                found |= {n: (t.float() if t.is_floating_point() else t.long()).numpy() for n, t in held.items()}
         except Exception as error:
             raise UsageError(f"--config {source}: {path.name} cannot be read: {error}") from None
     if found:
@@ -203,14 +212,16 @@ def _completed(tensors: Tensors, groups: list[list[str]], buffers: list[str], so
     return {**tensors, **found}
 
 
-def _architecture(config: Mapping[str, Any]) -> tuple[list[tuple[list[str], tuple[int, ...]]] | None, list[str]]:
+def _architecture(
+    config: Mapping[str, Any],
+) -> tuple[list[tuple[list[str], tuple[int, ...]]] | None, dict[str, tuple[int, ...]]]:
     """Each parameter's names (several: tied; the one that is saved first) and shape; None without transformers. And
-    the names of buffers with values that are saved, too."""
+    the buffers with values that are saved, too."""
     try:
         import torch
         import transformers
     except ImportError:
-        return None, []
+        return None, {}
     version = f"transformers {transformers.__version__}"
     otherwise = "install a version that does, or use --format safetensors"
     if config["model_type"] not in transformers.CONFIG_MAPPING:
@@ -229,7 +240,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[list[tuple[list[str], tupl
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), ([], tuple(parameter.shape)))[0].append(name)
     saved = model.state_dict().keys()
-    return list(groups.values()), [name for name, _ in model.named_buffers() if name in saved]
+    return list(groups.values()), {n: tuple(b.shape) for n, b in model.named_buffers() if n in saved}
 
 
 def _named(config: Mapping[str, Any]) -> str:

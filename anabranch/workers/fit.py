@@ -13,7 +13,7 @@ import torch
 from anabranch.errors import UsageError
 from anabranch.spec import WorkersSpec
 from anabranch.workers.tasks.base import SharedTask
-from anabranch.workers.torch_store import trainable
+from anabranch.workers.tensors import trainable
 
 log = logging.getLogger("anabranch.worker")
 

@@ -20,6 +20,7 @@ island again; it joins like any other worker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -33,22 +34,23 @@ import torch.distributed as dist
 
 from anabranch import errors
 from anabranch.errors import AnabranchError, IslandBroken, PayloadError, UsageError
-from anabranch.model import layout_for
 from anabranch.queue.url import RunUrl
 from anabranch.shuffle import Indices
+from anabranch.spec import MergeSpec
 from anabranch.workers.checked import STEP_TOKENS, one_value, whole
 from anabranch.workers.copies import Adopter, OnAdopt, adopter_for
 from anabranch.workers.member.client import LEAVE_S
 from anabranch.workers.optimizer_state import load_state
 from anabranch.workers.session import REWARM_STEPS, Companion, Session
 from anabranch.workers.shards import Shards
-from anabranch.workers.torch_store import shapes, trainable
+from anabranch.workers.tensors import Buffer, buffers_of, shapes, trainable
 
 T = TypeVar("T")
 
 # Rank 0 may wait long: for a run to begin, for data, for the rest of a duty cycle. A rank that dies is noticed by its
 # closed connection, one that hangs by the timeout of the model's own collectives.
 PATIENCE = timedelta(days=1)
+_ANY_BUFFER = MergeSpec(buffers=("*",))
 _FLAGS = 5  # error, stopped, paused, global tokens, whether the next step should tell its loss; then the fragments
 
 
@@ -86,7 +88,7 @@ class _Introduction:
     """What every rank has to know once rank 0 has joined."""
 
     name: str
-    fragments: list[list[str]]  # names of the parameters in each
+    fragments: list[list[str]]  # names of the tensors in each
     cold: bool
     peer_state: bytes | None  # taken over for a warm start
 
@@ -156,11 +158,13 @@ class Island:
         introduction = self._from_rank_0(self._lead)
         self._introduced = replace(introduction, peer_state=None)  # it may be large
         self._take_over(introduction.peer_state)
-        parameters = dict(trainable(self._model))
-        self._parts = [[(name, parameters[name]) for name in names] for names in introduction.fragments]
+        parameters, buffers = dict(trainable(self._model)), buffers_of(self._model, _ANY_BUFFER)
+        fragments = introduction.fragments
+        self._parts = [[(name, parameters[name]) for name in names if name in parameters] for names in fragments]
+        self._buffers = [[buffers[name] for name in names if name not in parameters] for names in fragments]
         self._share()
-        for part in self._parts:
-            self._spread(part)
+        for fragment in range(len(fragments)):
+            self._spread(fragment)
         return self
 
     def close(self, reason: str = "done", *, drain_s: float = LEAVE_S, contribute: bool = True) -> None:
@@ -235,7 +239,7 @@ class Island:
         while (told := self._from_rank_0(take)) is not None:
             indices, epoch, adopted = told
             for fragment in adopted:
-                self._spread(self._parts[fragment])
+                self._spread(fragment)
             mine = share_of(indices, self._rank, self._size)
             yield shards.batch(mine, epoch)
 
@@ -270,7 +274,7 @@ class Island:
             except Exception as raised:
                 error = raised
         for fragment in self._share(error):
-            self._spread(self._parts[fragment])
+            self._spread(fragment)
 
     @property
     def name(self) -> str:
@@ -291,12 +295,13 @@ class Island:
     def _compare_models(self) -> None:
         """An island of different models would hang, or mix up tensors."""
         mine: list[tuple[str, tuple[int, ...]]] = [(name, tuple(shape)) for name, shape in shapes(self._model)]
+        mine += [(name, tuple(buffer.shape)) for name, buffer in buffers_of(self._model, _ANY_BUFFER).items()]
         rank_0 = self._tell(mine)
         if self._sum([float(mine != rank_0)])[0] > 0:
             odd = next((f"{m} here, {r} on rank 0" for m, r in zip(mine, rank_0, strict=False) if m != r), "")
             raise IslandBroken(
                 "the ranks of this island have different models: "
-                + (odd or f"{len(mine)} trainable tensors here, {len(rank_0)} on rank 0")
+                + (odd or f"{len(mine)} tensors here, {len(rank_0)} on rank 0")
             )
 
     def _find_copies(self) -> None:
@@ -313,8 +318,8 @@ class Island:
         """Rank 0 joins."""
         self._leader = leader = self._make_leader()
         leader.start()
-        layout = layout_for(leader.record.spec, shapes(self._model))
-        names = [[tensor.name for tensor in fragment.tensors] for fragment in layout.fragments]
+        assert leader.layout is not None
+        names = [[tensor.name for tensor in fragment.tensors] for fragment in leader.layout.fragments]
         return _Introduction(leader.name, names, leader.cold, self._others.begin())
 
     def _take_over(self, state: bytes | None) -> None:
@@ -357,8 +362,10 @@ class Island:
         return [int(fragment) for fragment in flags[_FLAGS:].nonzero().flatten()]
 
     @torch.no_grad()
-    def _spread(self, parts: list[tuple[str, torch.nn.Parameter]]) -> None:
-        """Rank 0's values of a fragment's parameters, to all ranks: one message for each dtype."""
+    def _spread(self, fragment: int) -> None:
+        """Rank 0's values of a fragment, to all ranks: one message for each dtype, and one for buffers."""
+        self._spread_buffers(self._buffers[fragment])
+        parts = self._parts[fragment]
         values: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for _, parameter in parts):
             alike = [(name, parameter) for name, parameter in parts if parameter.dtype == dtype]
@@ -368,6 +375,25 @@ class Island:
             values += [(*part, piece) for part, piece in zip(alike, pieces, strict=True)]
         if self._leader is None:
             self._adopter.put(values)
+
+    def _spread_buffers(self, buffers: list[Buffer]) -> None:
+        if not buffers:
+            return
+        where = next(self._model.parameters()).device
+        parts = [buffer.value for buffer in buffers]
+        flat = torch.cat(
+            [
+                torch.full((buffer.shape.numel(),), math.nan, device=where)  # something else is there by now
+                if part is None
+                else part.detach().reshape(-1).to(where, torch.float32)
+                for buffer, part in zip(buffers, parts, strict=True)
+            ]
+        )
+        self._together(partial(dist.broadcast, flat, self._first, group=self._group))
+        pieces = torch.split(flat, [buffer.shape.numel() for buffer in buffers])
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            if self._leader is None and not piece.isnan().any():
+                buffer.put(piece)
 
     def _sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)  # whole up to 2⁵³

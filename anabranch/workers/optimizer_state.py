@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from anabranch.errors import StateUnusable
 from anabranch.workers.copies import in_training, inner
-from anabranch.workers.torch_store import trainable
+from anabranch.workers.tensors import trainable
 
 ABOUT = "/about"  # JSON: no parameter has an empty name
 LEAST_COVERED = 0.9  # of what is trained: with less, the joiner warms up by itself

@@ -18,8 +18,8 @@ from anabranch.model import Float32, unflatten
 from anabranch.spec import parse_spec
 from anabranch.workers.tasks.base import Task
 from anabranch.workers.tasks.named import BUILT_IN, load_task
-from anabranch.workers.torch_store import trainable
-from anabranch.workers.watching import warn_of_averages
+from anabranch.workers.tensors import Buffer, buffers_of, trainable
+from anabranch.workers.watching import warn_of_staying
 
 
 def load_checkpoint_model(
@@ -31,13 +31,15 @@ def load_checkpoint_model(
     is missing, damaged or of a task that cannot be had here; SpecError for unknown options.
     """
     restored = read_checkpoint(where, momenta=False)
-    spec = parse_spec(restored.manifest["spec"]).task
+    whole = parse_spec(restored.manifest["spec"])
+    spec = whole.task
     if task is None and ":" not in spec.name and spec.name not in BUILT_IN:
         raise CheckpointError(f"{restored.location}: spec.task.name is {spec.name!r}, which has no model to load")
     loaded = load_task(spec, task, options)
     model = loaded.build_model()
-    _fill(model, unflatten(restored.layout, restored.thetas), restored.location)
-    warn_of_averages(model, trains=False)
+    buffers = buffers_of(model, whole.merge)
+    _fill(model, buffers, unflatten(restored.layout, restored.thetas), restored.location)
+    warn_of_staying(model, buffers, trains=False)
     return loaded, model.eval()
 
 
@@ -74,17 +76,20 @@ def continue_text(
         model.train(training)
 
 
-def _fill(model: torch.nn.Module, tensors: dict[str, Float32], location: str) -> None:
-    """Copy every tensor into the parameter of its name, in the parameter's dtype."""
-    parameters = dict(trainable(model))
-    if differing := sorted(parameters.keys() ^ tensors.keys()):
-        where = "lacks" if differing[0] in parameters else "has the unknown"
+def _fill(model: torch.nn.Module, buffers: Mapping[str, Buffer], tensors: dict[str, Float32], location: str) -> None:
+    """Copy every tensor into the parameter or buffer of its name, in the dtype that it has there."""
+    wanted: dict[str, torch.nn.Parameter | Buffer] = {**dict(trainable(model)), **buffers}
+    if differing := sorted(wanted.keys() ^ tensors.keys()):
+        where = "lacks" if differing[0] in wanted else "has the unknown"
         raise CheckpointError(f"{location} {where} tensor {differing[0]!r} (one of {len(differing)})")
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, target in wanted.items():
             found = torch.from_numpy(tensors[name])
-            if found.shape != parameter.shape:
+            if found.shape != target.shape:
                 raise CheckpointError(
-                    f"{location}: {name} has shape {tuple(found.shape)}, the model needs {tuple(parameter.shape)}"
+                    f"{location}: {name} has shape {tuple(found.shape)}, the model needs {tuple(target.shape)}"
                 )
-            parameter.copy_(found)
+            if isinstance(target, Buffer):
+                target.put(found)
+            else:
+                target.copy_(found)

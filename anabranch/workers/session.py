@@ -28,7 +28,7 @@ import torch
 
 from anabranch.errors import LayoutMismatch, MemberRefused, StateUnusable, UsageError
 from anabranch.loops import run_async
-from anabranch.model import layout_for
+from anabranch.merge.fragments import Layout
 from anabranch.queue.messages import MOST_TOKENS
 from anabranch.queue.records import RunRecord
 from anabranch.queue.url import URL_VARIABLE, RunUrl
@@ -42,8 +42,9 @@ from anabranch.workers.member.incarnation import Incarnation
 from anabranch.workers.member.learner import Outgoing, Refusal
 from anabranch.workers.member.warm_start import WAIT_S, Pack, WarmStart
 from anabranch.workers.shards import Shards
-from anabranch.workers.torch_store import TorchStore, shapes, trainable
-from anabranch.workers.watching import Watch, warn_of_averages
+from anabranch.workers.tensors import Buffer, buffers_of, layout_of, trainable
+from anabranch.workers.torch_store import TorchStore
+from anabranch.workers.watching import Watch
 
 log = logging.getLogger("anabranch.worker")
 
@@ -111,6 +112,8 @@ class Session:
         self._companion = companion or Companion()
         self._on_adopt = on_adopt
         self._adopter = Adopter()
+        self._buffers: dict[str, Buffer] = {}  # that travel
+        self.layout: Layout | None = None  # the run's, once it has joined
         self._watch: Watch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -134,8 +137,6 @@ class Session:
             log.info("no optimizer was given: copies of the parameters that one keeps do not follow what is adopted")
         self._adopter = adopter_for(dict(trainable(self._model)), self.optimizer, self._on_adopt)
         check_adapters(self._model)
-        self._watch = Watch(self._model)
-        warn_of_averages(self._model, trains=self._client.identity.role == "worker")
         self._thread = threading.Thread(target=self._run, name="anabranch I/O", daemon=True)
         self._thread.start()
         self.cold = True  # until it turns out that everybody's optimizer is new
@@ -152,6 +153,7 @@ class Session:
         self._client.waiting.over()
         self.cold = self.cold and self.tokens > 0
         self._await_warmth()
+        self._watch = Watch(self._model, self._buffers, trains=self._client.identity.role == "worker")
         self._began = self._last = time.monotonic()
         return self
 
@@ -388,12 +390,14 @@ class Session:
 
     async def _take_part(self, stack: AsyncExitStack) -> None:
         record = await self._client.open(stack)
-        layout = layout_for(record.spec, shapes(self._model))
+        self._buffers = buffers_of(self._model, record.spec.merge)
+        layout = layout_of(record.spec, self._model, self._buffers)
         if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
             raise LayoutMismatch(f"this model is not the run's: {difference}")
+        self.layout = layout
         if (wished := record.spec.rounds.fragments) > (count := len(layout.fragments)):
             log.info("the model has %d tensors, so as many fragments: rounds.fragments = %d is more", count, wished)
-        store = TorchStore(self._model, layout, offload_base=self._offload_base, adopter=self._adopter)
+        store = TorchStore(self._model, layout, self._buffers, offload_base=self._offload_base, adopter=self._adopter)
         await self._client.serve(record, store, layout)
 
     async def _leave(self, reason: str, within_s: float, left: asyncio.Event) -> None:

@@ -3,78 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from anabranch.errors import UsageError
 from anabranch.merge.fragments import Layout
 from anabranch.workers.copies import Adopter
 from anabranch.workers.member.adoption import Float32
+from anabranch.workers.tensors import Buffer, trainable
 
 log = logging.getLogger("anabranch.worker")
-
-
-def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters a run synchronizes: those that require gradients and have elements, each shared tensor once.
-
-    Their names are the plain model's: `DistributedDataParallel`, `DataParallel` and `torch.compile` add nothing.
-    Frozen parameters and buffers stay what each member has. Raises `UsageError` if there are none, or if one cannot
-    be synchronized: sharded (FSDP, DeepSpeed ZeRO-3, tensor parallel), complex, or without values yet.
-    """
-    named = [
-        (name.replace("_orig_mod.", ""), p) for name, p in unwrapped(model).named_parameters() if p.requires_grad
-    ]
-    for name, parameter in named:
-        if (reason := _unfit(name, parameter)) is not None:
-            raise UsageError(f"parameter {name!r} {reason}")
-    named = [(name, parameter) for name, parameter in named if parameter.numel() > 0]
-    if not named:
-        raise UsageError("the model has no parameter with requires_grad=True, so there is nothing to train together")
-    return named
-
-
-def _unfit(name: str, parameter: torch.nn.Parameter) -> str | None:
-    """Why it cannot be synchronized, and what to do."""
-    if _is_sharded(name, parameter):
-        return (
-            "is sharded over processes (FSDP, DeepSpeed ZeRO-3 or tensor parallel), which a run cannot synchronize "
-            "yet: use DistributedDataParallel, or one process"
-        )
-    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-        return "has no shape yet: run one batch through the model before it joins"
-    if parameter.is_meta:
-        return "is on the meta device, without values: load or initialise the model before it joins"
-    if parameter.is_complex():
-        return (
-            f"is {str(parameter.dtype).removeprefix('torch.')}, and a run carries real numbers: make it a real one "
-            "with a last dimension of 2 (torch.view_as_real; in forward torch.view_as_complex), or freeze it"
-        )
-    return None
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside of `DistributedDataParallel`, `DataParallel` and `torch.compile`, in whatever order."""
-    while True:
-        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
-            model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), torch.nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def _is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and imported by whoever made a DTensor
-    distributed = tensors is not None and isinstance(parameter, tensors.DTensor)
-    return distributed or hasattr(parameter, "ds_id") or "_flat_param" in name or "_fsdp_wrapped_module" in name
-
-
-def shapes(model: torch.nn.Module) -> list[tuple[str, Sequence[int]]]:
-    """(name, shape) in the model's own order, as `anabranch.model.layout_for` takes them."""
-    return [(name, tuple(p.shape)) for name, p in trainable(model)]
 
 
 class TorchStore:
@@ -82,18 +21,32 @@ class TorchStore:
 
     Whatever the model's dtype, base and Δ are float32. A parameter in half precision rounds what it adopts, so its
     base is rounded, too: Δ is what was trained, and exactly zero before that. The run's own Θ stays float32.
+
+    Buffers are overwritten by whatever policy: it may keep work, and in them is none.
     """
 
     def __init__(
-        self, model: torch.nn.Module, layout: Layout, *, offload_base: bool = False, adopter: Adopter | None = None
+        self,
+        model: torch.nn.Module,
+        layout: Layout,
+        buffers: Mapping[str, Buffer] | None = None,
+        *,
+        offload_base: bool = False,
+        adopter: Adopter | None = None,
     ) -> None:
-        """`offload_base`: keep the base on the host; a snapshot then moves one fragment at a time to the device.
-        `adopter`: what writes to parameters, and to an optimizer's copies of them."""
-        named = dict(trainable(model))
+        """`buffers`: those that the layout has (`buffers_of`). `offload_base`: keep the base on the host; a snapshot
+        then moves one fragment at a time to the device. `adopter`: what writes to parameters, and to an optimizer's
+        copies of them."""
+        named, buffers = dict(trainable(model)), buffers or {}
         self._parts = [
-            [(tensor.name, named[tensor.name], start, stop) for tensor, start, stop in fragment.segments]
+            [(tensor.name, named[tensor.name], start, stop) for tensor, start, stop in found if not tensor.is_buffer]
+            for found in (fragment.segments for fragment in layout.fragments)
+        ]
+        self._buffers = [
+            [(buffers[tensor.name], start, stop) for tensor, start, stop in fragment.buffers]
             for fragment in layout.fragments
         ]
+        self._weights = [fragment.weights for fragment in layout.fragments]
         if rounded := [name for name, p in named.items() if p.dtype.itemsize < torch.float32.itemsize]:
             log.warning(
                 "%d parameters are in half precision (%s …): they round what they adopt, and updates smaller than "
@@ -119,6 +72,9 @@ class TorchStore:
                 result[start:stop] = kept[start:stop].double() - live
             else:
                 torch.sub(kept[start:stop], live.float(), out=result[start:stop])
+        for buffer, start, stop in self._buffers[fragment]:
+            there = buffer.value
+            result[start:stop] = 0 if there is None else kept[start:stop] - self._flat(there)
         return _to_numpy(result)
 
     @torch.no_grad()
@@ -140,7 +96,7 @@ class TorchStore:
         return self._replace(fragment, new, live)
 
     def _replace(self, fragment: int, base: torch.Tensor, live: torch.Tensor) -> bool:
-        if not bool(torch.isfinite(live).all()):
+        if not bool(torch.isfinite(live[: self._weights[fragment]]).all()):
             return False
         self._put(fragment, base, live)
         return True
@@ -153,11 +109,23 @@ class TorchStore:
         self._adopter.put(
             (name, parameter, live[start:stop]) for name, parameter, start, stop in self._parts[fragment]
         )
+        for buffer, start, stop in self._buffers[fragment]:
+            if buffer.kind == "counter":
+                kept[start:stop].round_()
+            elif (there := buffer.value) is not None:
+                kept[start:stop] = kept[start:stop].to(there.dtype)
+            buffer.put(kept[start:stop])
 
     def _live(self, fragment: int) -> torch.Tensor:
-        """The live parameters as a new flat float32 vector on their device."""
-        parts = (parameter.detach().reshape(-1) for _, parameter, _, _ in self._parts[fragment])
-        return torch.cat([part.to(self._device, torch.float32) for part in parts])
+        """What is live, as a new flat float32 vector on the model's device."""
+        parts = [self._flat(parameter) for _, parameter, _, _ in self._parts[fragment]]
+        for buffer, start, stop in self._buffers[fragment]:
+            there = buffer.value
+            parts.append(self._bases[fragment][start:stop] if there is None else self._flat(there))
+        return torch.cat([part.to(self._device) for part in parts])
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().reshape(-1).to(self._device, torch.float32)
 
     def _on_device(self, flat: Float32) -> torch.Tensor:
         array = flat if flat.flags.writeable else np.require(flat, requirements=["W"])

@@ -7,46 +7,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 
-from anabranch.workers.torch_store import trainable, unwrapped
+from anabranch.spec import is_running
+from anabranch.workers.tensors import persistent_buffers, trainable, unwrapped
 
 log = logging.getLogger("anabranch.worker")
 
 EVERY_S = 1.0
 _NAMED = 3  # of the parameters in a warning
 
+_STAY = "do not travel (merge.buffers says which do)"
 _ADVICE = "close the session and join again to train them together (the run takes the same parameters from everybody)"
 
 
-def running_averages(model: torch.nn.Module) -> list[str]:
-    """Names of the buffers that batch normalisation changes while it trains: no run carries them."""
-    norms = torch.nn.modules.batchnorm._NormBase
-    return [
-        f"{path}.{name}".removeprefix(".")
-        for path, module in unwrapped(model).named_modules()
-        if isinstance(module, norms) and module.track_running_stats
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    ]
-
-
-def warn_of_averages(model: torch.nn.Module, *, trains: bool) -> None:
-    """Once, when a session joins."""
-    if not (names := running_averages(model)):
-        return
-    effect = (
-        "each worker keeps its own, and the evaluator and exported models do not have them"
-        if trains
-        else "this model has its own, from before training, so what is measured in eval mode is not the run's model"
-    )
-    log.warning(
-        "%d buffers are changed by training and do not travel: %s; %s. Use a norm without running averages "
-        "(GroupNorm, LayerNorm), or freeze these (module.eval()), or recompute them from data before use",
-        len(names), _shown(names), effect,
-    )  # fmt: skip
+def warn_of_staying(model: torch.nn.Module, travel: Container[str], *, trains: bool) -> set[str]:
+    """Once, when a session joins: the running statistics that do not travel, which are returned."""
+    names = [name for name, _, _ in persistent_buffers(model) if is_running(name) and name not in travel]
+    if names:
+        effect = (
+            "each worker keeps its own, and the evaluator and exported models do not have them"
+            if trains
+            else "this model has its own, from before training: what is measured in eval mode is not the run's model"
+        )
+        log.warning("%d buffers are changed by training and %s: %s; %s", len(names), _STAY, _shown(names), effect)
+    return set(names)
 
 
 def _shown(names: list[str]) -> str:
@@ -56,12 +43,21 @@ def _shown(names: list[str]) -> str:
 class Watch:
     """Of one session. Call it in the training thread."""
 
-    def __init__(self, model: torch.nn.Module, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        travel: Container[str] = frozenset(),
+        *,
+        trains: bool = True,
+        every_s: float = EVERY_S,
+    ) -> None:
+        """`travel`: names of the buffers that do."""
         self._model = model
+        self._named = warn_of_staying(model, travel, trains=trains)
+        self._travel = travel
         self._every_s = every_s
         self._known = {name: (parameter, parameter.dtype) for name, parameter in trainable(model)}
-        self._buffers = {name: _mark(buffer) for name, buffer in self._persistent()}
-        self._averages = set(running_averages(model))  # named already
+        self._buffers = {name: _mark(buffer) for name, buffer in self._staying()}
         self._said: set[tuple[str, str]] = set()
         self._next_at = time.monotonic() + every_s
 
@@ -92,18 +88,17 @@ class Watch:
             "cast the model before it joins",
         )
         self._say(
-            "changed by training and do not travel: each worker keeps its own",
-            [n for n, b in self._persistent() if n not in self._averages and _mark(b) != self._buffers.get(n)],
-            "what has to be everybody's must be a parameter",
+            f"changed by training and {_STAY}",
+            [n for n, b in self._staying() if n not in self._named and _mark(b) != self._buffers.get(n)],
+            "each worker keeps its own",
             kind="buffers",
         )
 
-    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers with values that a checkpoint of the model would have; counters are nobody's business."""
-        for path, module in unwrapped(self._model).named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
-                    yield f"{path}.{name}".removeprefix("."), buffer
+    def _staying(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Counters are nobody's business."""
+        for name, _, there in persistent_buffers(self._model):
+            if name not in self._travel and there.is_floating_point():
+                yield name, there
 
     def _say(self, what: str, names: list[str], advice: str, kind: str = "parameters") -> None:
         new = [name for name in names if (what, name) not in self._said]

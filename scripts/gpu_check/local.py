@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from anabranch.merge.codecs import Codec, decode, encode
-from anabranch.model import Float32, layout_for
+from anabranch.model import Float32
 from anabranch.queue.messages import Call
 from anabranch.spec import RunSpec
 from anabranch.workers.member.adoption import adoption_of
@@ -19,7 +19,8 @@ from anabranch.workers.member.books import Books
 from anabranch.workers.member.learner import Learner, NewVersion, Outgoing, Refusal
 from anabranch.workers.tasks.base import TokenBatch
 from anabranch.workers.tasks.gpt import GPTTask
-from anabranch.workers.torch_store import TorchStore, shapes
+from anabranch.workers.tensors import layout_of
+from anabranch.workers.torch_store import TorchStore
 from gpu_check.common import Bench, CheckFailed, Figures, ratio
 
 _WARM_STEPS = 3
@@ -96,7 +97,7 @@ class _Boundaries:
 
     def __init__(self, bench: Bench, spec: RunSpec, training: _Training, *, offload_base: bool) -> None:
         self._bench, self._training = bench, training
-        self._layout = layout_for(spec, shapes(training.model))
+        self._layout = layout_of(spec, training.model, {})
         self._store = TorchStore(training.model, self._layout, offload_base=offload_base)
         self._books = Books(len(self._layout.fragments))
         self._codec: Codec = spec.workers.codec

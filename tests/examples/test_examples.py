@@ -21,7 +21,7 @@ from anabranch.model import unflatten
 from anabranch.spec import RunSpec
 from anabranch.workers.run import Ending, MemberOptions, run_worker
 from anabranch.workers.sample import sample_checkpoint
-from anabranch.workers.torch_store import trainable
+from anabranch.workers.tensors import trainable
 from tests.harness import Bench, bench, make_spec, process
 from tests.wait import wait_until
 

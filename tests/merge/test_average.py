@@ -80,7 +80,7 @@ def test_radial_keeps_the_mean_norm_of_orthogonal_deltas() -> None:
 
 def test_each_tensor_is_merged_alone_and_by_its_rule() -> None:
     fragment = Fragment(
-        3, (TensorSpec("embed", (4, 5), embedding=True), TensorSpec("w", (6, 3)), TensorSpec("b", ()))
+        3, (TensorSpec("embed", (4, 5), kind="embedding"), TensorSpec("w", (6, 3)), TensorSpec("b", ()))
     )
     deltas = random_deltas(7, 3, fragment.size)
     weights = [1.0, 2.5, 0.5]
@@ -92,6 +92,22 @@ def test_each_tensor_is_merged_alone_and_by_its_rule() -> None:
         reference.average([d[38:] for d in deltas], weights),  # a scalar: below RADIAL_FROM
     ]
     np.testing.assert_allclose(result, np.concatenate(wanted), rtol=2e-5, atol=1e-6)
+
+
+def test_statistics_are_averaged_and_of_counters_the_largest_counts() -> None:
+    """A delta is base - value: the largest value has the smallest. Who has no weight has no say."""
+    fragment = Fragment(
+        0, (TensorSpec("w", (18,)), TensorSpec("mean", (20,), "statistic"), TensorSpec("n", (2,), "counter"))
+    )
+    deltas = random_deltas(8, 3, fragment.size)
+    for delta, counted in zip(deltas, ((-3, 5), (-7, 4), (-900, -900)), strict=True):
+        delta[38:] = counted
+    result = merge_fragment(fragment, deltas, [1.0, 3.0, 0.0], MergeRules())
+    assert result is not None
+    np.testing.assert_allclose(
+        result[18:38], reference.average([d[18:38] for d in deltas[:2]], [1.0, 3.0]), rtol=1e-5
+    )
+    np.testing.assert_array_equal(result[38:], [-7, 4])
 
 
 @pytest.mark.parametrize("rule", ["average", "radial"])

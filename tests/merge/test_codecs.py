@@ -105,6 +105,18 @@ def test_sizes(codec: Codec, size: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("exact", [1, 7, 20])
+def test_the_last_elements_may_travel_as_they_are(codec: Codec, exact: int) -> None:
+    flat = np.random.default_rng(2).standard_normal(20).astype(np.float32)
+    wire = encode(codec, flat, exact)
+    assert wire.nbytes == encoded_bytes(codec, 20, exact)
+    back = decode(codec, bytes(wire), 20, exact)
+    np.testing.assert_array_equal(back[20 - exact :], flat[20 - exact :])
+    np.testing.assert_array_equal(back[: 20 - exact], decode(codec, encode(codec, flat), 20)[: 20 - exact])
+    assert not back.flags.writeable
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_strided_and_read_only_input(codec: Codec) -> None:
     flat = np.arange(20, dtype=np.float32)
     flat.flags.writeable = False

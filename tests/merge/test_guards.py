@@ -50,6 +50,20 @@ def test_inspect_returns_the_norm() -> None:
     assert inspect(FRAGMENT, flat, max_norm=5.001) == pytest.approx(5)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_buffers_must_be_finite_and_may_be_large(bad: float) -> None:
+    fragment = Fragment(
+        0, (TensorSpec("w", (2,)), TensorSpec("var", (2,), "statistic"), TensorSpec("n", (), "counter"))
+    )
+    flat = np.array([3, 4, 0, 1e6, -1e6], np.float32)
+    assert inspect(fragment, flat, max_norm=6) == pytest.approx(5)
+    for place, name in ((2, "var"), (4, "n")):
+        odd = flat.copy()
+        odd[place] = bad
+        with pytest.raises(UnusablePayload, match=f"^tensor '{name}' has non-finite values$"):
+            inspect(fragment, odd, max_norm=6)
+
+
 @pytest.mark.parametrize(("place", "name"), [(0, "first"), (4, "x"), (6, "x"), (7, "last")])
 def test_inspect_names_the_tensor(place: int, name: str) -> None:
     flat = np.ones(8, np.float32)

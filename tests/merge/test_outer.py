@@ -71,6 +71,18 @@ def test_threads_do_not_change_a_bit_and_inputs_stay(monkeypatch: pytest.MonkeyP
     assert [array.tobytes() for array in inputs] == before
 
 
+def test_no_step_is_made_in_plain_spans() -> None:
+    theta, buf, g = vectors(3, 3, 40)
+    stepped = OuterOptimizer(0.7, 0.9).step(theta, buf, g)
+    moved, speed = OuterOptimizer(0.7, 0.9).step(theta, buf, g, plain=[(3, 5), (30, 40)])
+    spans = [*range(3, 5), *range(30, 40)]
+    np.testing.assert_array_equal(moved[spans], (theta - g)[spans])
+    assert not speed[spans].any()
+    others = np.setdiff1d(np.arange(40), spans)
+    np.testing.assert_array_equal(moved[others], stepped[0][others])
+    np.testing.assert_array_equal(speed[others], stepped[1][others])
+
+
 def test_overflow_is_silent_and_visible() -> None:
     huge = np.array([3e38], np.float32)
     theta, buf = OuterOptimizer(0.7, 0.9).step(-huge, huge, huge)

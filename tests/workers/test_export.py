@@ -21,7 +21,7 @@ from anabranch.cli import app
 from anabranch.errors import CheckpointError, UsageError
 from anabranch.spec import RunSpec, parse_spec
 from anabranch.workers.export import CONFIG, INDEX, WEIGHTS, ExportOptions, export_checkpoint
-from anabranch.workers.torch_store import trainable
+from anabranch.workers.tensors import buffers_of, trainable
 from tests.saved import entries, flip, memory_url, save_model
 
 SPEC = parse_spec({"rounds": {"fragments": 3}, "task": {"name": "own.module:Task"}})
@@ -176,6 +176,34 @@ async def test_a_tied_tensor_may_be_there_once_under_either_name_or_twice_alike(
     neither = {k: v for k, v in whole.items() if k != first}
     with pytest.raises(CheckpointError, match=rf"lacks the tensor '{first}' \(tied with {second}\)"):
         await exported(tmp_path / "c", neither, config)
+
+
+async def test_buffers_that_a_run_trained_are_exported(tmp_path: Path) -> None:
+    """Also to an architecture of transformers; those that it did not train are the base model's."""
+    torch.manual_seed(2)
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], num_labels=2)
+    model = transformers.ResNetForImageClassification(config)
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model(torch.randn(2, 3, 32, 32))  # in training mode: running averages move
+    buffers = buffers_of(model, SPEC.merge)
+    trained = {name: buffer.value.numpy() for name, buffer in buffers.items() if buffer.value is not None}
+    assert len(trained) == len(list(model.buffers())) > 2
+    where = await save_model(
+        memory_url(), SPEC, {**parameters(model), **trained}, {name: b.kind for name, b in buffers.items()}
+    )
+    export_checkpoint(where, tmp_path / "out", ExportOptions(config=config_of(model, tmp_path / "config")))
+    loaded = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "out")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+        assert loaded.state_dict()[name].dtype == tensor.dtype, name
+    where = await save_model(memory_url(), SPEC, parameters(model))
+    export_checkpoint(where, tmp_path / "without", ExportOptions(config=tmp_path / "base"))
+    loaded = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "without")
+    assert all((buffer == buffer.new_zeros(())).all() for name, buffer in loaded.named_buffers() if "mean" in name)
+    wrong = {**parameters(model), next(iter(trained)): np.zeros(9, np.float32)}
+    with pytest.raises(CheckpointError, match=r"has shape \(9,\), the architecture's has \(4,\)"):
+        await exported(tmp_path / "wrong", wrong, config_of(model, tmp_path / "config"))
 
 
 @pytest.mark.parametrize("named", ["folder", "file"])

@@ -17,7 +17,7 @@ import anabranch
 from anabranch.spec import RunSpec
 from anabranch.workers.island import Island, _Others, share_of
 from anabranch.workers.session import Session
-from anabranch.workers.torch_store import shapes
+from anabranch.workers.tensors import shapes
 from anabranch.workers.trains import Trains
 from tests.harness import Bench, bench, make_spec
 from tests.ranks import Ranks, moments, started, tiny
@@ -74,7 +74,7 @@ async def test_two_ranks_are_one_worker_with_equal_bits(run_url: str, run_name: 
         vault = run.synchronizer.vault
         assert vault is not None
         assert vault.layout is not None
-        assert next(tensor.name for tensor in vault.layout.tensors) == "0.weight", "as without DDP"
+        assert next(tensor.name for tensor in vault.layout.tensors) == "0.bias", "as without DDP"
         assert (zero["kind"], one["kind"]) == ("Island", "Island")
         assert zero["name"] == one["name"] == "island"
         for moment in ("begun", "after", "tokens", "steps", "warmth"):
@@ -97,6 +97,22 @@ async def test_an_island_joins_a_run_that_is_under_way(run_url: str, run_name: s
         assert run.state.counts.get("ledger mismatches", 0) == 0
 
 
+async def test_running_averages_reach_all_ranks(run_url: str, run_name: str, ranks: Ranks) -> None:
+    """DDP gives all ranks those of rank 0 with each forward; an island does it when it adopts."""
+    async with bench(run_url, spec_of(run_name)) as run:
+        await ranks.play("train", run_url, tokens=100, name="first", norm=True)
+        vault = run.synchronizer.vault
+        assert vault is not None
+        assert vault.layout is not None
+        kinds = {tensor.name: tensor.kind for tensor in vault.layout.tensors if tensor.is_buffer}
+        assert kinds == {
+            "1.num_batches_tracked": "counter", "1.running_mean": "statistic", "1.running_var": "statistic"
+        }  # fmt: skip
+        zero, one = await ranks.play("train", run_url, tokens=200, name="second", norm=True)
+        assert zero["begun"] == one["begun"]
+        assert zero["begun"] not in (zero["before"], one["before"])
+
+
 async def test_all_ranks_begin_with_a_peers_optimizer_state(run_url: str, run_name: str, ranks: Ranks) -> None:
     model = tiny(0)
     optimizer = adamw(model)
@@ -115,7 +131,7 @@ async def test_what_refuses_rank_0_is_raised_on_all_ranks(run_url: str, run_name
         assert await ranks.play("join", run_url, hidden=[8, 8]) == [{}, {}]
         for result in await ranks.play("join", run_url, hidden=[9, 9]):
             assert result["error"] == "LayoutMismatch"
-            assert "'0.weight' has shape (9, 4) here, (8, 4) in the run" in result["text"]
+            assert "'0.bias' has shape (9,) here, (8,) in the run" in result["text"]
 
 
 async def test_ranks_with_different_models_are_told_which_tensor(run_url: str, ranks: Ranks) -> None:

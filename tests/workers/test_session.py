@@ -124,7 +124,7 @@ async def test_joining_adopts_the_global_model(run_url: str, run_name: str) -> N
 
 async def test_another_model_is_refused_naming_the_tensor(run_url: str, run_name: str) -> None:
     async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", tiny()):
-        words = r"'0\.weight' has shape \(9, 4\) here, \(8, 4\) in the run"
+        words = r"'0\.bias' has shape \(9,\) here, \(8,\) in the run"
         with pytest.raises(LayoutMismatch, match=words):
             await asyncio.to_thread(anabranch.join, run.url, tiny(hidden=9), name="second")
     assert not _io_threads()

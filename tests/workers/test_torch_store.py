@@ -10,7 +10,8 @@ from anabranch.errors import UsageError
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32, layout_for
 from anabranch.spec import parse_spec
-from anabranch.workers.torch_store import TorchStore, shapes, trainable
+from anabranch.workers.tensors import shapes, trainable
+from anabranch.workers.torch_store import TorchStore
 
 SPEC = parse_spec({"rounds": {"fragments": 2, "inner_steps": 4}})
 

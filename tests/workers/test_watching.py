@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from anabranch.workers.watching import Watch, running_averages, warn_of_averages
+from anabranch.workers.watching import Watch, warn_of_staying
 
 
 def model_of() -> torch.nn.Sequential:
@@ -65,14 +65,18 @@ def test_what_is_frozen_later_or_wrapped_is_nothing_to_speak_of(caplog: pytest.L
     assert not caplog.records
 
 
-def test_running_averages_are_named_when_a_session_joins(caplog: pytest.LogCaptureFixture) -> None:
+def test_running_averages_that_stay_are_named_when_a_session_joins(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.InstanceNorm2d(2))
-    assert running_averages(model) == ["1.running_mean", "1.running_var"]
-    warn_of_averages(model, trains=True)
-    warn_of_averages(model, trains=False)
-    warn_of_averages(model_of(), trains=True)
+    names = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert not warn_of_staying(model, names, trains=True)
+    assert not warn_of_staying(model_of(), (), trains=True)
+    assert not caplog.records
+    assert warn_of_staying(model, (), trains=True) == set(names)
+    assert warn_of_staying(model, names[:1], trains=False) == set(names[1:])
     worker, evaluator = caplog.records
-    assert worker.getMessage().startswith("2 buffers are changed by training and do not travel: 1.running_mean, 1.ru")
+    assert worker.getMessage().startswith(
+        "3 buffers are changed by training and do not travel (merge.buffers says which do): 1.running_mean, 1.ru"
+    )
     assert "each worker keeps its own" in worker.getMessage()
     assert "not the run's model" in evaluator.getMessage()
 
@@ -83,9 +87,11 @@ def test_other_buffers_are_named_once_they_change(caplog: pytest.LogCaptureFixtu
     model.register_buffer("mean", torch.zeros(2))
     model.register_buffer("still", torch.zeros(2))
     model.register_buffer("cache", torch.zeros(2), persistent=False)
-    watch = Watch(model, every_s=0)
+    model.register_buffer("travels", torch.zeros(2))
+    watch = Watch(model, ["travels"], every_s=0)
+    caplog.clear()  # of the running averages
     model(torch.randn(4, 2))
-    for name in ("mean", "cache"):
+    for name in ("mean", "cache", "travels"):
         if inplace:
             model.get_buffer(name).add_(1)
         else:
@@ -94,7 +100,7 @@ def test_other_buffers_are_named_once_they_change(caplog: pytest.LogCaptureFixtu
     watch.look()
     [record] = caplog.records
     assert record.getMessage().startswith(
-        "1 buffers are changed by training and do not travel: each worker keeps its"
+        "1 buffers are changed by training and do not travel (merge.buffers says which do): mean; each worker"
     )
 
 

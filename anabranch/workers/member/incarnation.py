@@ -81,7 +81,8 @@ class Incarnation:
         self.record = admission.record
         spec = self.record.spec
         self.books = Books(len(layout.fragments))
-        self.learner = Learner(store, adoption_of(spec.workers), self.books, spec.workers.codec)
+        exact = [fragment.size - fragment.weights for fragment in layout.fragments]
+        self.learner = Learner(store, adoption_of(spec.workers), self.books, spec.workers.codec, exact=exact)
         self.outbox = Outbox(line, self.number, self.books, self.post, spec.limits.blob_ttl_s, process.sent)
         self.warm_start = WarmStart(line, self.number, self.post, process.on_change, wished=process.wants_warm_start)
         self._line = line

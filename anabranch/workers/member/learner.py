@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -80,12 +80,15 @@ class Learner:
         books: Books,
         codec: Codec,
         clock: Callable[[], float] = time.monotonic,
+        exact: Sequence[int] = (),
     ) -> None:
+        """`exact`: of each fragment, how many elements at its end are sent as they are (buffers); none is no."""
         self.store = store
         self.books = books
         self._adoption = adoption
         self._codec: Codec = codec
         self._clock = clock
+        self._exact = exact
         self._lock = Lock()
         self._calls: deque[messages.Call] = deque()
         self._versions: dict[int, NewVersion] = {}  # newest per fragment
@@ -199,7 +202,8 @@ class Learner:
         tokens = self.books.applied(fragment)
         with self._lock:
             data = self._sent.get(fragment, {}).get(tokens) if tokens else None
-        applied = decode(self._codec, data, version.theta.size) if data is not None else None
+        exact = self._exact_of(fragment)
+        applied = decode(self._codec, data, version.theta.size, exact) if data is not None else None
         return self._adoption.carry(self.store, fragment, version.theta, applied)
 
     def _send(self, fragment: int, copy: _Copy) -> bool:
@@ -259,8 +263,11 @@ class Learner:
         )
 
     def _copy(self, fragment: int) -> _Copy:
-        data = encode(self._codec, self.store.delta(fragment))
+        data = encode(self._codec, self.store.delta(fragment), self._exact_of(fragment))
         return _Copy(self.books.snapshot(fragment), self._digests[fragment], data)
+
+    def _exact_of(self, fragment: int) -> int:
+        return self._exact[fragment] if self._exact else 0
 
     def _copy_due(self, step_s: float) -> None:
         with self._lock:
