@@ -55,7 +55,8 @@ def is_passing(error: ResponseError) -> bool:
 _WORDS = {
     "NOREPLICAS": "the server refuses writes: too few replicas are in sync (min-replicas-to-write)",
     "MISCONF": "the server refuses writes: it cannot save to its disk (MISCONF: full, or not writable)",
-    "READONLY": "the server refuses writes: it is a replica, by a fail-over or the URL",
+    "READONLY": (_REPLICA := "the server refuses writes: it is a replica, by a fail-over or the URL"),
+    "UNBLOCKED": _REPLICA,  # what a command that waited is told when its server becomes one
     "OOM": "the server refuses writes: its maxmemory is used up",
     "LOADING": "the server is loading its data",
     "BUSY": "the server is busy with a script of somebody's",

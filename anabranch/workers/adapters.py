@@ -15,7 +15,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # what PEFT's wrapper adds to every name
 _LORA = re.compile(
-    re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<part>A|B|magnitude_vector)\.(?P<adapter>[^.]+)\.weight"
+    re.escape(_PREFIX) + r"(?P<module>.+)\.(?:lora_(?P<part>A|B|magnitude_vector)\.(?P<adapter>[^.]+)\.weight"
+    r"|lora_(?P<embedding>embedding_[AB])\.(?P<adapter_of_embedding>[^.]+)"
+    r"|modules_to_save\.(?P<adapter_of_whole>[^.]+)\.(?P<whole>.+))"
 )
 _INITS = (True, False, "gaussian", "eva", "orthogonal")  # of `init_lora_weights`: those that leave the base as it is
 
@@ -55,7 +57,9 @@ def adapter_of(
     tells the scale.
     """
     found = {name: _LORA.fullmatch(name) for name in tensors}
-    matches = {name: match for name, match in found.items() if match is not None}
+    matches = {name: match.groupdict() for name, match in found.items() if match is not None}
+    for match in matches.values():
+        match["adapter"] = match["adapter"] or match["adapter_of_embedding"] or match["adapter_of_whole"]
     if others := sorted(found.keys() - matches.keys()):
         raise CheckpointError(
             f"{others[0]!r} (one of {len(others)}) is no weight of a LoRA adapter, so this is no plain one: use "
@@ -63,14 +67,16 @@ def adapter_of(
         )
     if len(adapters := sorted({match["adapter"] for match in matches.values()})) > 1:
         raise CheckpointError(f"several adapters ({', '.join(adapters)}) are no one folder: use --format safetensors")
-    ranks = {match["module"]: tensors[name].shape[0] for name, match in matches.items() if match["part"] == "A"}
-    halves = {match["module"] for match in matches.values() if match["part"] == "B"}
+    first, second = ("A", "embedding_A"), ("B", "embedding_B")
+    part_of = {name: match["part"] or match["embedding"] for name, match in matches.items()}
+    ranks = {match["module"]: tensors[name].shape[0] for name, match in matches.items() if part_of[name] in first}
+    halves = {match["module"] for name, match in matches.items() if part_of[name] in second}
     if odd := sorted(halves ^ ranks.keys()):
         raise CheckpointError(
             f"of the adapters of {odd[0]} (one of {len(odd)}) only one half was trained, and the frozen half is in "
             "no checkpoint: use --format safetensors"
         )
-    dora = any(match["part"] == "magnitude_vector" for match in matches.values())
+    dora = "magnitude_vector" in part_of.values()
     told = _told(config)
     plain = {
         "peft_type": "LORA",
@@ -82,12 +88,24 @@ def adapter_of(
     }
     described = {"r": max(ranks.values(), default=0), **plain, **({"use_dora": True} if dora else {})}
     described["init_lora_weights"] = True  # of new ones; these are given
+    whole = {match["module"] for match in matches.values() if match["whole"]}
+    _describe_whole(described, whole)
     _check_described(ranks, described, told, dora=dora)
     renamed = {}
     for name, match in matches.items():
-        suffix = "" if match["part"] == "magnitude_vector" else ".weight"
-        renamed[f"{_PREFIX}{match['module']}.lora_{match['part']}{suffix}"] = tensors[name]
+        plain_name = match["whole"] or f"lora_{part_of[name]}" + (".weight" if match["part"] in ("A", "B") else "")
+        renamed[f"{_PREFIX}{match['module']}.{plain_name}"] = tensors[name]
     return renamed, described
+
+
+def _describe_whole(described: dict[str, Any], modules: set[str]) -> None:
+    """Modules that were trained as a whole (`modules_to_save`) must be named, or PEFT leaves them out."""
+    named = list(described.get("modules_to_save") or ())
+    for module in sorted(modules):
+        if not any(module == name or module.endswith(f".{name}") for name in named):
+            named.append(module.rpartition(".")[2])
+    if named:
+        described["modules_to_save"] = named
 
 
 def _told(config: Path | None) -> dict[str, Any]:

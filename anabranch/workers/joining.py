@@ -29,9 +29,9 @@ def join(
 ) -> Trains:
     """Join a run with a model of your own and adopt the global parameters.
 
-    Only parameters with `requires_grad` are synchronized, as float32; frozen ones and buffers stay as they are here.
-    Blocks until the global model is adopted. Raises `LayoutMismatch` (names the first differing tensor),
-    `MemberRefused`, `UsageError` (a bad name, URL or number, a sharded model) or `ServerError`.
+    Parameters with `requires_grad` are synchronized, as float32, and buffers that training changes; frozen parameters
+    stay as they are here. Blocks until the global model is adopted. Raises `LayoutMismatch` (names the first tensor
+    that differs), `MemberRefused`, `UsageError` (a bad name, URL or number, a sharded model) or `ServerError`.
 
     `duty`: share of the time spent training, above 0 and at most 1. `offload_base`: keep 4 bytes per parameter on the
     host, not the device.

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from anabranch.errors import ServerChanged, UnsuitableServer
+from anabranch.errors import ServerChanged, ServerUnreachable, UnsuitableServer
+from anabranch.operate import command
 from anabranch.operate import status as read_status
 from anabranch.orchestrator import synchronizer as module
 from anabranch.orchestrator.synchronizer import Synchronizer
@@ -149,6 +150,36 @@ async def test_too_few_replicas(server_factory: ServerFactory, run_name: str) ->
         await run.redis.config_set("min-replicas-to-write", 1)
         await said_in_time(run, "the server refuses writes: too few replicas are in sync (min-replicas-to-write)")
         await run.redis.config_set("min-replicas-to-write", 0)
+        await well_again(run)
+
+
+async def test_a_server_that_became_a_replica(server_factory: ServerFactory, run_name: str) -> None:
+    """As after a fail-over: the old one takes no writes. Its data stay, and it is told to lead again."""
+    async with bench(f"{server_factory().url}?run={run_name}", busy(run_name)) as run:
+        run.add("w", QUICK)
+        await run.reach(1)
+        await run.redis.config_set("replica-serve-stale-data", "yes")
+        await run.redis.replicaof("127.0.0.1", 1)  # nobody is there
+        await said_in_time(run, "the server refuses writes: it is a replica, by a fail-over or the URL")
+        await run.redis.replicaof("NO", "ONE")
+        await well_again(run)
+
+
+async def test_memory_that_is_used_up(server_factory: ServerFactory, run_name: str) -> None:
+    """Our own writes may go on (`allow-oom`), or a full server would stay full; members' are refused."""
+    async with bench(f"{server_factory().url}?run={run_name}", busy(run_name)) as run:
+        run.add("w", QUICK)
+        await run.reach(1)
+        await run.redis.config_set("maxmemory", 1)
+        await wait_until(
+            lambda: "the server is nearly full (maxmemory)" in phase_of(run.synchronizer), "it is noticed"
+        )
+        await wait_until(lambda: not run.state.rounds, "rounds that are open end, and no more begin")
+        held = run.versions()
+        with pytest.raises(ServerUnreachable, match="the server refuses writes: its maxmemory is used up"):
+            await command(run.url, "pause")
+        assert run.versions() == held
+        await run.redis.config_set("maxmemory", 0)
         await well_again(run)
 
 

@@ -233,6 +233,29 @@ async def test_after_a_gap_it_reads_the_state_again(
         await books_agree(run)
 
 
+async def test_a_damaged_record_of_the_run_is_waited_for(
+    run_url: str, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A joiner finds it so while nothing changes, and takes part once the leader has stored it again."""
+    async with bench(run_url, make_spec(run_name)) as run:
+        run.add("a", Pace(step_s=0.005))
+        await run.reach(1)
+        await run.settle()
+        fields: Any = await run.redis.hkeys(run.keys.state)
+        damaged = ["head", *(f.decode() for f in fields if f.startswith((b"own:", b"fragment:")))]
+        for field in damaged:
+            await run.redis.hset(run.keys.state, field, b"\xc1 nothing")
+        run.add("b", Pace(step_s=0.005))
+        await wait_until(lambda: "for its members is damaged" in caplog.text, "it is said")
+        for worker in run.workers.values():
+            assert not worker.client.stopped
+        await run.command("resume")
+        held = run.versions()
+        await wait_until(lambda: min(run.versions()) >= min(held) + 2, "it goes on")
+        await wait_until(lambda: run.workers["b"].client.joined.is_set(), "the joiner takes part")
+        assert not any(task.done() for task in run.tasks.values())
+
+
 async def test_a_call_that_a_catch_up_overtook_is_still_answered(run_url: str, run_name: str) -> None:
     """Versions and outcomes are in `state`; calls are not."""
     spec = make_spec(run_name, rounds={"fragments": 1, "in_flight": 1, "inner_steps": 4, "deadline_min_s": 600.0})

@@ -317,7 +317,8 @@ async def test_exported_adapters_are_what_peft_loads(folder: Path, text: Path, t
 
 PEFT = [
     {"alpha_pattern": {"q_proj": 3}}, {"rank_pattern": {"layers.0.self_attn.q_proj": 4}}, {"use_rslora": True},
-    {"use_dora": True}, {"init_lora_weights": "gaussian"},
+    {"use_dora": True}, {"init_lora_weights": "gaussian"}, {"modules_to_save": ["lm_head", "norm"]},
+    {"target_modules": ["q_proj", "embed_tokens"]},
 ]  # fmt: skip
 
 
@@ -337,7 +338,7 @@ async def test_what_decides_an_adapters_effect_survives_export(
     tensors = {name: parameter.detach().numpy() for name, parameter in trainable(model)}
     spec = parse_spec({"rounds": {"fragments": 2}, "task": {"name": "own.module:Task"}})
     where = await save_model(tmp_path / "c", spec, tensors)
-    model.save_pretrained(tmp_path / "peft")
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     export_checkpoint(where, tmp_path / "out", ExportOptions(config=tmp_path / "peft"))
     loaded = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(folder), tmp_path / "out"
@@ -394,7 +395,7 @@ async def test_adapters_of_another_trainer_need_their_config(folder: Path, text:
         export_checkpoint(where, tmp_path / "out")
     model.save_pretrained(tmp_path / "peft")
     assert len(export_checkpoint(where, tmp_path / "out", ExportOptions(config=tmp_path / "peft"))) == 2
-    more = {**tensors, "base_model.model.score.modules_to_save.default.weight": np.ones((2, 2), np.float32)}
+    more = {**tensors, "base_model.model.score.weight": np.ones((2, 2), np.float32)}
     where = await save_model(tmp_path / "d", spec, more)
-    with pytest.raises(CheckpointError, match=r"modules_to_save.* is no weight of a LoRA adapter.*safetensors"):
+    with pytest.raises(CheckpointError, match=r"score\.weight.* is no weight of a LoRA adapter.*safetensors"):
         export_checkpoint(where, tmp_path / "other", ExportOptions(config=tmp_path / "peft"))

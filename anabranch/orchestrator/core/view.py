@@ -59,7 +59,7 @@ def phase(state: State, now: float) -> str:
     if state.paused:
         return "paused"
     if state.full:
-        return "the server is nearly full: no round opens"
+        return "the server is nearly full (maxmemory): no round opens"
     workers = [m for m in state.members.values() if m.live and m.is_worker]
     if not workers:
         return "no live worker"

@@ -34,10 +34,9 @@ class Broadcast:
         for entry in entries:
             try:
                 message = messages.decode(entry.fields.get(b"m", b""), self._line.keys.run)
-            except MessageError as error:
+                result.append((int(entry.fields.get(b"n", b"0")), message))
+            except (MessageError, ValueError) as error:
                 log.warning("broadcast entry not understood: %s", error)
-                continue
-            result.append((int(entry.fields.get(b"n", b"0")), message))
         return result
 
     def _note_state(self, hearing: bool) -> None:

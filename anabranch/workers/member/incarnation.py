@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from anabranch.errors import MalformedMessage
 from anabranch.merge.codecs import encode
 from anabranch.merge.fragments import Layout
 from anabranch.queue import messages
@@ -31,6 +32,7 @@ log = logging.getLogger("anabranch.worker")
 
 BLOCK_MS = 1000
 REASON_LIMIT = 200
+UNREADABLE_HEARTBEATS = 3
 
 
 class Over(Exception):
@@ -187,9 +189,19 @@ class Incarnation:
             self._process.on_change()
 
     async def _snapshot(self) -> Snapshot | None:
-        keys, count = self._line.keys, len(self._layout.fragments)
+        """`state` as it is. What is damaged is waited for: the leader stores it again with the next change, and what
+        is only ours with the next incarnation."""
+        keys, count, heartbeat_s = self._line.keys, len(self._layout.fragments), self.record.spec.workers.heartbeat_s
         read = partial(read_snapshot, self._line.redis, keys, count, self.number, self.nonce)
-        return await self._line.persist(read, "read state")
+        for attempt in range(2 * UNREADABLE_HEARTBEATS):
+            try:
+                return await self._line.persist(read, "read state")
+            except MalformedMessage as error:
+                damage = error
+            if attempt == 0:
+                log.warning("what the run stores for its members is damaged (%s): looking until it is whole", damage)
+            await asyncio.sleep(heartbeat_s / 2)
+        raise Over(f"what the run stores for its members stays damaged: {damage}", unknown=True)
 
     async def _catch_up(self) -> None:
         """After a gap: read `state`, take outcomes, versions and calls from it, send again the rest."""
