@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,28 +28,17 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     `asyncio.to_thread` would: its threads are waited for. Use this for work that may take long and whose half-done
     remains are harmless.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():  # cancelled meanwhile
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the work is not
 
     def work() -> None:
-        result, failed = None, None
         try:
-            result = function()
+            done.set_result(function())
         except BaseException as error:
-            failed = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failed)
+            done.set_exception(error)
 
     threading.Thread(target=work, name="anabranch work", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def leaf(error: BaseException) -> BaseException:
@@ -59,7 +48,7 @@ def leaf(error: BaseException) -> BaseException:
     return error
 
 
-async def end_tasks(*tasks: asyncio.Task[None]) -> None:
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and wait for their end, even if we are cancelled meanwhile: what they use is closed next."""
     for task in tasks:
         task.cancel()
