@@ -81,7 +81,7 @@ class Tape:
         self._part_bytes = limit_bytes // PARTS
         self._written = 0  # bytes in the current file
         self._file: IO[str] | None = None
-        self._failing = False
+        self.failing = False  # the file cannot be written: the stream must keep what is missing
         if directory is not None:
             for event in _last_events(directory, _RECENT):
                 self._remember(event)
@@ -93,11 +93,6 @@ class Tape:
             file.write("\n")
         self._written = path.stat().st_size
         return file
-
-    @property
-    def failing(self) -> bool:
-        """The file cannot be written: the stream must keep what is missing."""
-        return self._failing
 
     def stamp(self, event: dict[str, Any]) -> dict[str, Any]:
         """Add the id and the wall-clock time that the stored event carries."""
@@ -151,11 +146,11 @@ class Tape:
         try:
             action()
         except OSError as error:
-            if not self._failing:
+            if not self.failing:
                 log.error("%s cannot be written: %s", FILE_NAME, error)
-            self._failing = True
+            self.failing = True
         else:
-            self._failing = False
+            self.failing = False
 
     def close(self) -> None:
         if self._file is not None:

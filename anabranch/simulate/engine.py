@@ -48,7 +48,7 @@ class Engine:
         self.log: list[Instruction] = []
         self._world = world
         self._timers = Timers()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
 
     @property
@@ -98,16 +98,13 @@ class Engine:
 
     # --- time ---------------------------------------------------------------------------------------------
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
+    def at(self, when: float, action: Callable[[], object]) -> None:
         """Do this then."""
         heapq.heappush(self._heap, (when, next(self._order), action))
 
     def later(self, after_s: float, event: Event) -> None:
         """This is read in so many seconds."""
-        self.at(self.now + after_s, lambda: self._hear(event))
-
-    def _hear(self, event: Event) -> None:
-        self.feed(event)
+        self.at(self.now + after_s, lambda: self.feed(event))
 
     def elapse(self, seconds: float) -> list[Instruction]:
         """Let time pass; what was decided meanwhile."""
