@@ -183,10 +183,8 @@ class Vault:
             raise MalformedMessage(f"{len(claims)} fragments sent, {len(layout.fragments)} expected")
         flats = []
         for fragment, claim in zip(layout.fragments, claims, strict=True):
-            data = await self.blobs.get(claim, encoded_bytes("fp32", fragment.size))
-            flat = decode("fp32", data, fragment.size)
-            await asyncio.to_thread(inspect, fragment, flat, max_norm=ABSURD_NORM)
-            flats.append(flat)
+            flats.append(await self._download(claim, fragment.size))
+            await asyncio.to_thread(inspect, fragment, flats[-1], max_norm=ABSURD_NORM)
         return layout, [await self.upload(flat, None) for flat in flats]
 
     async def take_file(self, path: Path) -> Newborn:
@@ -216,13 +214,14 @@ class Vault:
         """Fetch what `state` names; `BlobMissing` or `BlobCorrupt` if the server lost or changed it."""
         versions = []
         for fragment, (theta_claim, momentum_claim) in zip(layout.fragments, claims, strict=True):
-            limit = encoded_bytes("fp32", fragment.size)
-            theta = decode("fp32", await self.blobs.get(theta_claim, limit), fragment.size)
-            momentum = None
-            if momentum_claim is not None:
-                momentum = decode("fp32", await self.blobs.get(momentum_claim, limit), fragment.size)
+            theta = await self._download(theta_claim, fragment.size)
+            momentum = await self._download(momentum_claim, fragment.size) if momentum_claim is not None else None
             versions.append(Version(theta, momentum, theta_claim, momentum_claim))
         self.layout, self.versions = layout, versions
+
+    async def _download(self, claim: messages.Claim, size: int) -> Float32:
+        """One fragment's Θ or momentum, [size]."""
+        return decode("fp32", await self.blobs.get(claim, encoded_bytes("fp32", size)), size)
 
 
 def _read_claims(data: bytes) -> list[messages.Claim]:
