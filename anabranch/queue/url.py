@@ -48,10 +48,9 @@ class RunUrl:
             if not parts.path:
                 raise UrlError(f"{_redact(text)!r}: no socket path; expected {_FORM}")
             options.setdefault("db", "0")
-        else:
-            _check_network(parts.hostname, parts.path, text)
-        if parts.scheme == "unix":  # urlunsplit would drop the empty authority
+            # urlunsplit would drop the empty authority
             return cls(f"unix://{parts.netloc}{parts.path}?{urlencode(options)}", run)
+        _check_network(parts.hostname, parts.path, text)
         path = parts.path if parts.path not in {"", "/"} else "/0"
         return cls(urlunsplit((parts.scheme, parts.netloc, path, urlencode(options), "")), run)
 
