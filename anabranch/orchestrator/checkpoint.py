@@ -74,10 +74,6 @@ class Checkpoints:
         self._known: str | None = None  # complete: written or verified by us
         self.latest: str | None = None
 
-    @property
-    def where(self) -> str:
-        return self._place.where
-
     async def write(self, snapshot: Snapshot) -> str:
         """Write one in a thread, so that rounds go on; its location. The newest one if nothing was merged since.
 
