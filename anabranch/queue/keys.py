@@ -34,8 +34,6 @@ Fields of `state`, and who else reads them:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 PREFIX = "anabranch:"
 SYNCHRONIZER = "_"  # owner of the synchronizer's blobs; no worker's name may start with it
 
@@ -48,52 +46,21 @@ def run_of(key: str) -> str:
     return key.removeprefix(PREFIX + "{").rpartition("/")[0]
 
 
-@dataclass(frozen=True)
 class Keys:
     """Key names of one run. S = 1 for now, so every fragment lives on shard 0."""
 
-    run: str
-    shard: int = 0
-
-    @property
-    def prefix(self) -> str:
-        return f"{PREFIX}{{{self.run}/{self.shard}}}:"
-
-    @property
-    def spec(self) -> str:
-        return self.prefix + "spec"
-
-    @property
-    def lease(self) -> str:
-        return self.prefix + "lease"
-
-    @property
-    def epoch(self) -> str:
-        return self.prefix + "epoch"
-
-    @property
-    def state(self) -> str:
-        return self.prefix + "state"
-
-    @property
-    def ledger(self) -> str:
-        return self.prefix + "ledger"
-
-    @property
-    def broadcast(self) -> str:
-        return self.prefix + "broadcast"
-
-    @property
-    def tape(self) -> str:
-        return self.prefix + "tape"
-
-    @property
-    def control(self) -> str:
-        return self.prefix + "control"
-
-    @property
-    def knock(self) -> str:
-        return self.prefix + "knock"
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.prefix = f"{PREFIX}{{{run}/0}}:"
+        self.spec = self.prefix + "spec"
+        self.lease = self.prefix + "lease"
+        self.epoch = self.prefix + "epoch"
+        self.state = self.prefix + "state"
+        self.ledger = self.prefix + "ledger"
+        self.broadcast = self.prefix + "broadcast"
+        self.tape = self.prefix + "tape"
+        self.control = self.prefix + "control"
+        self.knock = self.prefix + "knock"
 
     def contributions(self, worker: str) -> str:
         return f"{self.prefix}contributions:{worker}"
