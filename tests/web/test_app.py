@@ -101,7 +101,7 @@ async def next_of(response: ClientResponse, kind: str) -> Sent:
 
 
 async def test_the_page_and_its_files(run_url: str, run_name: str) -> None:
-    kinds = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+    kinds = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     files = {f"static/{file.name}": kinds[file.suffix] for file in STATIC.iterdir()}
     async with served(run_url, run_name) as shown:
         for path, kind in {"": "text/html", "static/icon.svg": "image/svg+xml", **files}.items():

@@ -10,9 +10,10 @@ import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -35,16 +36,8 @@ CONTROL_S = 5.0  # a command that Redis does not take for so long fails
 SHUTDOWN_S = 1.0  # for requests under way; streams are ended
 WRITE_S = 20.0  # a page that takes nothing for so long is gone
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
-_SCRIPTS = ("page", "chart", "connection", "counts", "dom", "format", "head", "known", "rounds", "tables", "tape")
-_STATIC = {
-    "index.html": "text/html",
-    "page.css": "text/css",
-    **{f"{name}.js": "text/javascript" for name in _SCRIPTS},
-}
-_ICON = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32" fill="none" stroke="#1a93a5" stroke-width="3" '
-    'stroke-linecap="round"><path d="M3 16h5c5 0 5-8 10-8s5 8 11 8M8 16c5 0 5 8 10 8s5-8 11-8"/></svg>'
-)
+_STATIC = resources.files("anabranch.orchestrator.web") / "static"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -81,13 +74,7 @@ def picture(synchronizer: Synchronizer) -> dict[str, Any]:
     shown = view(synchronizer.core.state, synchronizer.clock.now)
     shown["phase"] = synchronizer.trouble or shown["phase"]
     checkpoint = synchronizer.checkpoints.latest if synchronizer.checkpoints is not None else None
-    return {
-        **shared,
-        **shown,
-        "leader": True,
-        "ledger": ledger_rows(shown),
-        "checkpoint": str(checkpoint) if checkpoint is not None else None,
-    }
+    return {**shared, **shown, "leader": True, "ledger": ledger_rows(shown), "checkpoint": checkpoint}
 
 
 def events_after(synchronizer: Synchronizer, number: int) -> list[dict[str, Any]]:
@@ -100,7 +87,6 @@ def make_app(synchronizer: Synchronizer, options: PageOptions) -> web.Applicatio
     app = web.Application(middlewares=[_guard], client_max_size=16 * 1024)
     app[SYNCHRONIZER], app[OPTIONS], app[STREAMS] = synchronizer, options, set()
     app.router.add_get("/", _static_page)
-    app.router.add_get("/static/icon.svg", _icon)
     app.router.add_get("/static/{name}", _static_page)
     app.router.add_get("/api/status", _status)
     app.router.add_get("/api/events", _events, allow_head=False)
@@ -154,14 +140,10 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def _static_page(request: web.Request) -> web.Response:
     name = request.match_info.get("name", "index.html")
-    if name not in _STATIC:
+    files, kind = {file.name: file for file in _STATIC.iterdir()}, _TYPES.get(PurePath(name).suffix)
+    if name not in files or kind is None:
         raise web.HTTPNotFound
-    file = resources.files("anabranch.orchestrator.web") / "static" / name
-    return web.Response(body=file.read_bytes(), content_type=_STATIC[name], charset="utf-8")
-
-
-async def _icon(request: web.Request) -> web.Response:
-    return web.Response(text=_ICON, content_type="image/svg+xml")
+    return web.Response(body=files[name].read_bytes(), content_type=kind, charset="utf-8")
 
 
 async def _status(request: web.Request) -> web.Response:
@@ -233,15 +215,12 @@ async def _control(request: web.Request) -> web.Response:
     action = request.match_info["action"]
     if action not in {"pause", "resume", "stop", "checkpoint"}:
         raise web.HTTPNotFound(text="actions: pause, resume, stop, checkpoint\n")
-    redis = connect(synchronizer.url, name="anabranch-page")
     try:
-        async with asyncio.timeout(CONTROL_S):
+        async with aclosing(connect(synchronizer.url, name="anabranch-page")) as redis, asyncio.timeout(CONTROL_S):
             await send_command(redis, synchronizer.keys, action, by="page")
     except (CommandRefused, *STALL) as error:
         said = str(error) or "Redis does not answer"
         raise web.HTTPServiceUnavailable(text=f"{said}; nothing was asked for\n") from None
-    finally:
-        await redis.aclose()
     return web.json_response({"ok": True, "action": action}, status=202)
 
 
