@@ -12,36 +12,24 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
 
 from anabranch._version import VERSION
 from anabranch.errors import CheckpointError, MessageError, PayloadError
-from anabranch.orchestrator.checkpoint import Checkpoints, Restored
+from anabranch.model import Float32
+from anabranch.orchestrator.checkpoint import Restored
 from anabranch.orchestrator.context import Context
 from anabranch.orchestrator.core import copies, timelines
 from anabranch.orchestrator.core.ledger import Account
 from anabranch.orchestrator.core.record import core_record, member_record, restore
 from anabranch.orchestrator.core.state import State
 from anabranch.orchestrator.store import Stored, check_same, load_tensors, make_room, read_stored
-from anabranch.orchestrator.vault import Vault
+from anabranch.orchestrator.vault import Vault, Version
 from anabranch.queue.blobs import RedisBlobs
-from anabranch.queue.keys import Keys
 from anabranch.queue.messages import SCHEMA, Claim, pack, unpack
 from anabranch.queue.records import RunRecord, read_tape
-from anabranch.spec import RunSpec, parse_spec
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from anabranch.spec import parse_spec
 
 log = logging.getLogger("anabranch.synchronizer")
-
-
-class Persist(Protocol):
-    """Await an action through outages."""
-
-    def __call__(
-        self, action: Callable[[], Awaitable[Any]], what: str, *, bounded: bool = True
-    ) -> Awaitable[Any]: ...
 
 
 @dataclass
@@ -134,11 +122,17 @@ async def _load_tensors(context: Context, stored: Stored, vault: Vault) -> str |
 
 async def _newest_copy(context: Context, stored: Stored, memory: Restored | None) -> Restored | None:
     """The newest of our own memory and the checkpoints."""
-    kept = await _checkpoint_of(context.checkpoints, context.keys.run)
+    run = context.keys.run
+    kept = await context.checkpoints.newest() if context.checkpoints is not None else None
+    if kept is not None and kept.manifest["run"] != run:
+        raise CheckpointError(
+            f"{kept.location} is a checkpoint of run {kept.manifest['run']!r}, not of {run!r}: take another --dir, "
+            "or `anabranch restore` it into this run"
+        )
     if kept is not None and context.init is not None and not stored.state.born:
         raise CheckpointError(
             f"--init {context.init} would begin a new model, but {kept.location} is a checkpoint of run "
-            f"{context.keys.run!r}: leave out --init to go on from it, or take another --dir for a new run"
+            f"{run!r}: leave out --init to go on from it, or take another --dir for a new run"
         )
     found = [copy for copy in (memory, kept) if copy is not None]
     return max(found, key=_place, default=None)
@@ -154,53 +148,43 @@ def _stored_place(stored: Stored) -> copies.Place | None:
     return copies.Place(timelines.number_of(state.timeline), state.tokens, stored.broadcast) if state.born else None
 
 
-async def _checkpoint_of(checkpoints: Checkpoints | None, run: str) -> Restored | None:
-    kept = await checkpoints.newest() if checkpoints is not None else None
-    if kept is not None and kept.manifest["run"] != run:
-        raise CheckpointError(
-            f"{kept.location} is a checkpoint of run {kept.manifest['run']!r}, not of {run!r}: take another --dir, "
-            "or `anabranch restore` it into this run"
-        )
-    return kept
-
-
 async def _put_back(context: Context, stored: Stored, copy: Restored, suspicion: str | None, nonce: str) -> Loaded:
     """Upload a copy; the term's first write makes it the run's state."""
     spec = parse_spec(copy.manifest["spec"])
     check_same(context.keys.run, context.spec, spec)
-    run, now = context.keys.run, context.clock.now
     if stored.damage is not None:
         await _make_room(context, damaged=True)
-    loaded = await put_back(run, context.redis, context.persist, stored, copy, spec, nonce, now)
+    vault = Vault(spec, RedisBlobs(context.redis, context.keys), copy.layout)
+
+    async def upload(theta: Float32, momentum: Float32 | None) -> Version:
+        return await context.persist(partial(vault.upload, theta, momentum), "upload the model", bounded=False)
+
+    loaded = await put_back(vault, upload, stored, copy, nonce, context.clock.now)
     loaded.returned = f"{suspicion}: restored from {copy.location}, {copy.tokens:,} tokens applied"
     return loaded
 
 
 async def put_back(
-    run: str,
-    redis: Redis,
-    persist: Persist,
+    vault: Vault,
+    upload: Callable[[Float32, Float32 | None], Awaitable[Version]],
     stored: Stored,
     copy: Restored,
-    spec: RunSpec,
     nonce: str,
     now: float,
 ) -> Loaded:
-    """The state and the tensors of a copy, its blobs uploaded under new names."""
+    """The state and the tensors of a copy in an empty vault, its blobs uploaded under new names."""
     held = unpack(copy.state)
+    core, members, broadcast = held["core"], held["members"], held["broadcast"]
     accounts = {int(i): Account(*columns) for i, columns in held["accounts"].items()}
-    broadcast: int = held["broadcast"]
-    state = restore(held["core"], held["members"], accounts, spec=spec, nonce=nonce, broadcast=broadcast, now=now)
-    vault = Vault(spec, RedisBlobs(redis, Keys(run)), copy.layout)
+    state = restore(core, members, accounts, spec=vault.spec, nonce=nonce, broadcast=broadcast, now=now)
     for theta, momentum in zip(copy.thetas, copy.momenta, strict=True):
-        upload = partial(vault.upload, theta, momentum)
-        vault.versions.append(await persist(upload, "upload the model", bounded=False))
+        vault.versions.append(await upload(theta, momentum))
     timelines.outlast(state, stored.state)
     for fragment, version in zip(state.fragments, vault.versions, strict=True):
         fragment.digest = version.theta_claim.digest
     return Loaded(
         state,
-        RunRecord(spec, copy.layout, _schema(stored)),
+        RunRecord(vault.spec, copy.layout, _schema(stored)),
         vault,
         restored=stored.members,
         replaced=stored.claims,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any
 
 from anabranch.checkpoints.reading import read_checkpoint
 from anabranch.errors import UsageError
@@ -16,6 +14,8 @@ from anabranch.orchestrator.loading import put_back
 from anabranch.orchestrator.scribe import Scribe
 from anabranch.orchestrator.store import make_room, read_stored
 from anabranch.orchestrator.tape import Tape
+from anabranch.orchestrator.vault import Vault
+from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import check_server, connect, plainly
 from anabranch.queue.keys import Keys
 from anabranch.queue.records import read_tape
@@ -52,12 +52,13 @@ async def restore(url: RunUrl, where: str, *, force: bool = False) -> str:
         spec = parse_spec({**copy.manifest["spec"], "name": url.run})
         if stored.damage is not None:
             await make_room(redis, writer, keys, damaged=True)
-        loaded = await put_back(url.run, redis, _once, stored, copy, spec, nonce, 0.0)
-        stack.callback(loaded.vault.close)
+        vault = Vault(spec, RedisBlobs(redis, keys), copy.layout)
+        stack.callback(vault.close)
+        loaded = await put_back(vault, vault.upload, stored, copy, nonce, 0.0)
         tape = Tape(None)
         tape.catch_up(await read_tape(redis, keys, 0))
         core = Core(loaded.state)
-        scribe = Scribe(keys, core, loaded.vault, tape, loaded.record)
+        scribe = Scribe(keys, core, vault, tape, loaded.record)
         reason = f"restored by hand from {copy.location}, {copy.tokens:,} tokens applied"
         opening = scribe.opening(info.get("run_id"), loaded.restored, loaded.broadcast, loaded.replaced)
         core.step(Returned(reason), 0.0)
@@ -66,8 +67,3 @@ async def restore(url: RunUrl, where: str, *, force: bool = False) -> str:
         transaction, _ = scribe.describe(batch, 0.0, opening)
         await writer.write(transaction)
     return f"run {url.run}: {reason}; timeline {core.state.timeline}"
-
-
-async def _once(action: Callable[[], Awaitable[Any]], what: str, *, bounded: bool = True) -> Any:
-    """A command that fails says so at once: whoever typed it is there to try again."""
-    return await action()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -25,7 +24,7 @@ from anabranch.merge.fragments import Layout
 from anabranch.merge.guards import inspect, is_finite
 from anabranch.merge.names import Kind
 from anabranch.merge.outer import OuterOptimizer
-from anabranch.model import flatten, layout_for
+from anabranch.model import Float32, flatten, layout_for
 from anabranch.orchestrator.core.events import Offer
 from anabranch.orchestrator.core.instructions import Merge
 from anabranch.queue import messages
@@ -33,7 +32,6 @@ from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.keys import SYNCHRONIZER
 from anabranch.spec import COUNTER, RunSpec, is_running
 
-Float32 = NDArray[np.float32]
 ABSURD_NORM = 1e30  # no training produces it; a few of them would leave float32's range
 LAYOUT_LIMIT_BYTES = 64 * 1024 * 1024
 
