@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from anabranch.errors import UsageError
 
@@ -29,34 +29,6 @@ _NAME = re.compile(r"(\d{8,18})-[A-Za-z0-9._-]+")
 _PARTIAL = re.compile(r"\.(\d{8,18})\.partial")
 
 Create = Callable[[str], AbstractContextManager[BinaryIO]]
-
-
-class Place(Protocol):
-    """A folder of checkpoints. Whatever the storage reports is raised as OSError."""
-
-    where: str
-
-    def names(self) -> list[str]:
-        """Every checkpoint, complete or not, oldest first; [] if the folder does not exist."""
-        ...
-
-    def location(self, name: str) -> str: ...
-
-    def size(self, name: str, file: str) -> int | None:
-        """Bytes of a file; None if it is not there."""
-        ...
-
-    def open(self, name: str, file: str) -> AbstractContextManager[BinaryIO]: ...
-
-    def saving(self, timeline: str) -> AbstractContextManager[tuple[str, Create]]:
-        """Begin a checkpoint with the next number: its name, and how to create its files (the manifest last)."""
-        ...
-
-    def abandoned(self, name: str, newest: str) -> bool:
-        """Whether nobody can still be writing the incomplete `name`; `newest` is a later, complete one."""
-        ...
-
-    def remove(self, name: str) -> None: ...
 
 
 def open_place(where: str | Path) -> Place:
@@ -108,12 +80,14 @@ class Folder:
         self.where = str(self._path)
 
     def names(self) -> list[str]:
+        """Every checkpoint, complete or not, oldest first; [] if the folder does not exist."""
         return _checkpoints(self._listed())
 
     def location(self, name: str) -> str:
         return str(self._path / name)
 
     def size(self, name: str, file: str) -> int | None:
+        """Bytes of a file; None if it is not there."""
         try:
             return (self._path / name / file).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -124,7 +98,10 @@ class Folder:
 
     @contextmanager
     def saving(self, timeline: str) -> Iterator[tuple[str, Create]]:
-        self._make()
+        """Begin a checkpoint with the next number: its name, and how to create its files (the manifest last)."""
+        if not self._path.is_dir():
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _sync(self._path.parent)
         self._sweep()
         number, temporary, lock = self._reserve()
         name = f"{number:08d}-{timeline}"
@@ -140,6 +117,7 @@ class Folder:
         _sync(self._path)
 
     def abandoned(self, name: str, newest: str) -> bool:
+        """Whether nobody can still be writing the incomplete `name`; `newest` is a later, complete one."""
         return True  # final names are complete when they appear: what lacks something lost it later
 
     def remove(self, name: str) -> None:
@@ -153,11 +131,6 @@ class Folder:
             return os.listdir(self._path)
         except FileNotFoundError:
             return []
-
-    def _make(self) -> None:
-        if not self._path.is_dir():
-            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _sync(self._path.parent)
 
     def _next_number(self) -> int:
         found = [_NAME.fullmatch(name) or _PARTIAL.fullmatch(name) for name in self._listed()]
@@ -258,6 +231,10 @@ class ObjectStore:
     def _created(self, name: str, file: str) -> Iterator[BinaryIO]:
         with _as_os_errors(f"{self.location(name)}/{file}"), self._fs.open(self._key(name, file), "wb") as opened:
             yield opened
+
+
+#: A folder of checkpoints; both kinds have the same methods. Whatever the storage reports is raised as OSError.
+Place = Folder | ObjectStore
 
 
 def _file_system(where: str) -> tuple[Any, str]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from anabranch._version import VERSION
 from anabranch.checkpoints.place import FOLDER, MANIFEST, Place, above, below, log, number_of, open_place
@@ -42,23 +40,6 @@ _KEYS: dict[str, type] = {
 T = TypeVar("T")
 
 
-class Tensors(Protocol):
-    """One fragment; `momentum` None: zeros."""
-
-    theta: Float32  # [size]
-    momentum: Float32 | None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A run at one moment, before it is written: versions are never changed in place, so holding them is enough."""
-
-    manifest: dict[str, Any]  # but for `files`, which is known once they are written
-    layout: Layout
-    versions: Sequence[Tensors]
-    state: bytes  # the core's records, members and ledger: opaque here
-
-
 @dataclass(frozen=True)
 class Restored:
     """A verified checkpoint. `momenta` is empty if it was not asked for."""
@@ -74,16 +55,6 @@ class Restored:
     def tokens(self) -> int:
         """Global tokens applied."""
         return int(self.manifest["tokens"])
-
-    @classmethod
-    def from_snapshot(cls, snapshot: Snapshot, location: str) -> Restored:
-        """What reading this moment back would give, without writing it. Shares its arrays."""
-        thetas = [version.theta for version in snapshot.versions]
-        momenta = [
-            version.momentum if version.momentum is not None else np.zeros(version.theta.size, np.float32)
-            for version in snapshot.versions
-        ]
-        return cls(location, snapshot.manifest, snapshot.layout, thetas, momenta, snapshot.state)
 
 
 def read_checkpoint(where: str | Path, *, momenta: bool = True) -> Restored:

@@ -9,14 +9,17 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from anabranch._version import VERSION
 from anabranch.checkpoints import reading
 from anabranch.checkpoints.place import FOLDER, MANIFEST, Create, Folder, log, number_of, open_place
-from anabranch.checkpoints.reading import FORMAT, MOMENTUM, STATE, THETA, Restored, Snapshot
+from anabranch.checkpoints.reading import FORMAT, MOMENTUM, STATE, THETA, Restored
 from anabranch.checkpoints.tensors import HashedSink, Sink, write_tensors
 from anabranch.errors import CheckpointError
 from anabranch.faults import fail_at
@@ -32,6 +35,22 @@ __all__ = ["FOLDER", "Checkpoints", "Restored", "Snapshot", "complete_checkpoint
 
 #: Equal in two snapshots: nothing was merged between them.
 _SAME = ("format", "run", "timeline", "versions", "layout", "spec")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A consistent picture of a run: versions are never changed in place, so holding them is enough."""
+
+    manifest: dict[str, Any]  # but for `files`, which is known once they are written
+    layout: Layout
+    versions: tuple[Version, ...]
+    state: bytes  # the core's records, members and ledger: opaque here
+
+    def restored(self, location: str) -> Restored:
+        """What reading this moment back would give, without writing it. Shares its arrays."""
+        thetas = [version.theta for version in self.versions]
+        momenta = [v.momentum if v.momentum is not None else np.zeros_like(v.theta) for v in self.versions]
+        return Restored(location, self.manifest, self.layout, thetas, momenta, self.state)
 
 
 def take_snapshot(state: State, layout: Layout, versions: Sequence[Version], stored: bytes = b"") -> Snapshot:
@@ -98,7 +117,7 @@ class Checkpoints:
     def _write(self, snapshot: Snapshot) -> str:
         if (unchanged := self._unchanged(snapshot)) is not None:
             return self._place.location(unchanged)
-        moment = Restored.from_snapshot(snapshot, self._place.where)
+        moment = snapshot.restored(self._place.where)
         with self._place.saving(snapshot.manifest["timeline"]) as (name, create):
             files = {}
             for file, flats in ((THETA, moment.thetas), (MOMENTUM, moment.momenta)):

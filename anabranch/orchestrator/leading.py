@@ -102,7 +102,7 @@ class Leading:
     def memory(self) -> Restored | None:
         """What this process holds of the run, as a checkpoint would give it back."""
         snapshot = self.snapshot()
-        return Restored.from_snapshot(snapshot, "this synchronizer's memory") if snapshot is not None else None
+        return snapshot.restored("this synchronizer's memory") if snapshot is not None else None
 
     def _members(self) -> set[str]:
         return {member.name for member in self.core.state.members.values()}

@@ -75,7 +75,7 @@ async def test_a_folder_or_a_run_directory_gives_its_newest(where: str, tmp_path
 
 
 async def test_what_a_snapshot_gives_is_what_its_checkpoint_gives(tmp_path: Path) -> None:
-    moment = Restored.from_snapshot(snapshot(0, merged=False), "memory")
+    moment = snapshot(0, merged=False).restored("memory")
     read = read_checkpoint(await save(tmp_path, 0, merged=False))
     for ours, theirs in zip([*moment.thetas, *moment.momenta], [*read.thetas, *read.momenta], strict=True):
         np.testing.assert_array_equal(ours, theirs)
