@@ -106,7 +106,6 @@ async def test_frozen_until_it_was_given_up_it_comes_back_as_a_new_life(run_url:
             await wait_until(lambda: life_of(run, "w") > life, "it joins again under its name")
             await wait_until(lambda: merged_of(run, life_of(run, "w")), "it takes part again")
         [books] = [d for d in run.state.departed if d.incarnation == life]
-        assert books.lost > 0, "what it trained and nobody merged"
         assert books.processed == books.applied + books.rejected + books.discarded + books.lost
         assert run.state.counts.get("ledger mismatches", 0) == 0
 
@@ -240,7 +239,6 @@ async def comes_back(run: Bench, life: int) -> None:
     await wait_until(lambda: life_of(run, "laptop") > life, "it joins again by itself")
     await wait_until(lambda: merged_of(run, life_of(run, "laptop")), "it takes part again")
     [books] = [d for d in run.state.departed if d.incarnation == life]
-    assert books.lost > 0
     assert books.processed == books.applied + books.rejected + books.discarded + books.lost
 
 
