@@ -395,6 +395,9 @@ class Session:
         if record.layout is not None and (difference := layout.first_difference(record.layout)) is not None:
             raise LayoutMismatch(f"this model is not the run's: {difference}")
         self.layout = layout
+        if self._buffers:
+            size_mb = sum(4 * buffer.shape.numel() for buffer in self._buffers.values()) / 1e6
+            log.info("%d buffers travel with the parameters (%.3g MB; merge.buffers)", len(self._buffers), size_mb)
         if (wished := record.spec.rounds.fragments) > (count := len(layout.fragments)):
             log.info("the model has %d tensors, so as many fragments: rounds.fragments = %d is more", count, wished)
         store = TorchStore(self._model, layout, self._buffers, offload_base=self._offload_base, adopter=self._adopter)

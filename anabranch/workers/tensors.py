@@ -12,7 +12,7 @@ from anabranch.errors import UsageError
 from anabranch.merge.fragments import Layout
 from anabranch.merge.names import Kind
 from anabranch.model import layout_for
-from anabranch.spec import MergeSpec, RunSpec
+from anabranch.spec import MergeSpec, RunSpec, is_running
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -106,7 +106,8 @@ class Buffer:
 
 def buffers_of(model: torch.nn.Module, settings: MergeSpec) -> dict[str, Buffer]:
     """Those that travel, by name and in the model's own order: persistent ones with real numbers, as the settings say
-    (`MergeSpec.carries`). `UsageError` if one cannot be synchronized."""
+    (`MergeSpec.carries`). `UsageError` if one cannot be synchronized. Unless the settings name it, one that holds
+    infinities or NaN is a mask or a mark, and nothing that has an average."""
     inner = unwrapped(model)
     whole = all(parameter.requires_grad for parameter in inner.parameters())
     found: dict[str, Buffer] = {}
@@ -115,7 +116,7 @@ def buffers_of(model: torch.nn.Module, settings: MergeSpec) -> dict[str, Buffer]
             continue
         if (reason := _unfit(name, there)) is not None:
             raise UsageError(f"buffer {name!r} {reason}")
-        if there.numel() == 0:
+        if there.numel() == 0 or (settings.buffers is None and not is_running(name) and not _finite(there)):
             continue
         found[name] = Buffer(module, name.rpartition(".")[2], there.shape, kind)
     return found
@@ -130,6 +131,10 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
                 continue
             seen.add(id(there))
             yield f"{path}.{name}".removeprefix(".").replace("_orig_mod.", ""), module, there
+
+
+def _finite(buffer: torch.Tensor) -> bool:
+    return not buffer.is_floating_point() or bool(torch.isfinite(buffer).all())
 
 
 def _kind(buffer: torch.Tensor) -> Kind | None:

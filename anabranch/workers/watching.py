@@ -97,7 +97,7 @@ class Watch:
     def _staying(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Counters are nobody's business."""
         for name, _, there in persistent_buffers(self._model):
-            if name not in self._travel and there.is_floating_point():
+            if name not in self._travel and (there.is_floating_point() or there.is_complex()):
                 yield name, there
 
     def _say(self, what: str, names: list[str], advice: str, kind: str = "parameters") -> None:

@@ -55,6 +55,14 @@ def test_which_buffers_travel(settings: MergeSpec, frozen: bool, expected: dict[
     assert {name: buffer.kind for name, buffer in found.items()} == expected
 
 
+def test_masks_and_marks_stay_unless_they_are_named() -> None:
+    model = model_of()
+    model.register_buffer("triangle", torch.full((3, 3), -torch.inf).triu(1))
+    there(model, "1.running_var").fill_(torch.nan)  # an accident, and everybody's layout has it
+    assert buffers_of(model, MergeSpec()).keys() == (OWN | RUNNING).keys()
+    assert "triangle" in buffers_of(model, MergeSpec(buffers=("tri*",)))
+
+
 def test_a_shared_buffer_travels_once_and_one_without_values_is_refused() -> None:
     model = model_of()
     norm_of(model).register_buffer("again", there(model, "mean"))
