@@ -203,10 +203,10 @@ async def test_adapters_of_another_shape_are_refused_naming_the_tensor(
         callback = AnabranchCallback(run.url, name="w")
         await asyncio.to_thread(trainer_of(model, data, tmp_path, callback, max_steps=2).train)
         names = list(run_model(run))
-        assert names[0] == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+        assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight" in names
         assert all(".lora_" in name for name in names)
         whole = trainer_of(load(folder), data, tmp_path, AnabranchCallback(run.url, name="x"))
-        with pytest.raises(LayoutMismatch, match=r"model\.embed_tokens\.weight"):
+        with pytest.raises(LayoutMismatch, match=r"lm_head\.weight. exists here but not in the run"):
             await asyncio.to_thread(whole.train)
 
 
