@@ -128,7 +128,7 @@ def plainly(url: RunUrl) -> Iterator[None]:
     except (RedisError, TimeoutError, ConnectionResetError) as error:
         said = " ".join(str(error).split()) or "no answer"
         if (what := words(error)) == NO_ANSWER:
-            what = f"{said}; is the server running, and the address right?"
+            what = f"{said.rstrip('.')}; is the server running, and the address right?"
         raise ServerUnreachable(f"{url.redacted}: {what}") from None
 
 
@@ -183,7 +183,7 @@ async def check_server(redis: Redis, url: RunUrl) -> dict[str, Any]:
     except (RedisError, OSError) as error:
         said = " ".join(str(error).split()) or f"no answer in {CONNECT_S:.0f} s"
         if (what := words(error)) == NO_ANSWER:
-            what = f"{said}; is the server running, and the address right?"
+            what = f"{said.rstrip('.')}; is the server running, and the address right?"
         raise ServerUnreachable(f"{url.redacted}: {what}") from None
     judge_server(info, url.redacted)
     return info
