@@ -17,7 +17,7 @@ from rich.console import Console
 from anabranch._version import VERSION
 from anabranch.errors import AnabranchError, ServerError, UsageError
 from anabranch.loops import leaf, run_async
-from anabranch.queue.url import RunUrl
+from anabranch.queue.url import URL_VARIABLE, RunUrl
 from anabranch.signals import call_on_signals, set_on_signals
 
 app = typer.Typer(
@@ -366,16 +366,24 @@ def restore(
 
 @app.command(name="set")
 def set_(
-    url: Url,
-    setting: Annotated[str, typer.Argument(help="for example rounds.quorum=2", metavar="KEY=VALUE")],
+    words: Annotated[
+        list[str],
+        typer.Argument(help="for example rounds.quorum=2; URL: or ANABRANCH_URL", metavar="[URL] KEY=VALUE"),
+    ],
     wait: Wait = True,
 ) -> None:
     """Change a setting while the run goes on (quorum, grace, inner_steps)."""
     from anabranch.settings import parse_value
     from anabranch.spec import check_mutable
 
+    *where, setting = (
+        words  # two arguments, the first of which may be in the environment, are more than a parser knows
+    )
+    if len(where) > 1:
+        raise UsageError(f"{' '.join(map(repr, words))}: expected a URL and one section.key=value")
+    url = where[0] if where else os.environ.get(URL_VARIABLE, "")
     key, separator, text = setting.partition("=")
-    if not separator:
+    if not separator or "://" in key:
         raise UsageError(f"{setting!r}: expected section.key=value, for example rounds.quorum=2")
     value = parse_value(text)
     check_mutable(key, value)

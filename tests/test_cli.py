@@ -160,6 +160,15 @@ def test_a_setting_that_cannot_be_is_one_line(failing: Fail, words: list[str], e
 def test_a_setting_that_cannot_change_is_one_line(failing: Fail) -> None:
     assert "cannot change while the run goes on" in failing("set", NOBODY, "rounds.fragments=3")
     assert "expected section.key=value" in failing("set", NOBODY, "quorum")
+    assert "expected section.key=value" in failing("set", NOBODY)
+    assert "expected a URL and one section.key=value" in failing("set", NOBODY, "rounds.quorum=2", "rounds.quorum=3")
+
+
+def test_a_setting_is_changed_where_the_environment_says(failing: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANABRANCH_URL", raising=False)
+    assert "no run URL" in failing("set", "rounds.quorum=2")
+    monkeypatch.setenv("ANABRANCH_URL", NOBODY)
+    assert "is the server running" in failing("set", "rounds.quorum=2")
 
 
 def test_a_damaged_spec_file_is_one_line(failing: Fail, tmp_path: Path) -> None:
