@@ -102,6 +102,20 @@ def test_the_departed_are_remembered_with_their_final_books() -> None:
     assert (final.processed, final.applied, final.discarded, final.lost) == (300, 150, 0, 150)
 
 
+def test_the_books_of_all_who_departed_are_kept_together() -> None:
+    bench = Bench()
+    merged_once(bench)
+    bench.worker("b")
+    bench.steps(b=1)
+    for name in ("a", "b"):
+        bench.leave(name)
+        bench.elapse(0.5)
+    closed = [close.books for close in only(do.CloseBooks, bench.log)]
+    assert len(closed) == 2
+    totals = [[sum(column) for column in zip(*books, strict=True)] for books in zip(*closed, strict=True)]
+    assert bench.state.departed_books == totals
+
+
 # --- checking: a mismatch can be seen ---------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from tests.orchestrator.bench import (
     told_one,
     why,
 )
+from tests.orchestrator.test_stages import past_its_deadline
 
 # --- joining and birth ------------------------------------------------------------------------------------
 
@@ -493,6 +494,11 @@ def test_a_longer_grace_acts_on_windows_that_are_open() -> None:
     assert one(do.SetTimer, result).after_s == pytest.approx(1.0 - 0.125)
     assert not only(do.Merge, bench.elapse(0.5))
     assert only(do.Merge, bench.elapse(0.5))
+
+
+def test_a_shorter_grace_acts_on_a_round_in_overtime() -> None:
+    order = one(do.Merge, command(past_its_deadline(), "set", "rounds.grace_factor", 0.0))
+    assert order.reason.startswith("grace expired after 3.")
 
 
 def test_inner_steps_act_at_the_next_opening() -> None:

@@ -124,6 +124,15 @@ def test_a_dead_workers_range_goes_on_at_its_settled_position(bench: Bench) -> N
     assert queue(bench).redone == 2
 
 
+def test_what_came_back_goes_out_in_its_own_order_whoever_died_first(bench: Bench) -> None:
+    leases = {name: granted(ask(bench, name))[0].range for name in ("a", "b")}
+    bench.worker("c")
+    for name in sorted(leases, key=lambda name: -leases[name]):
+        bench.leave(name)
+        bench.elapse(0.5)
+    assert [lease.range for lease in granted(ask(bench, "c", 2))] == sorted(leases.values())
+
+
 def figures_of(processed: int, discarded: int) -> msg.Figures:
     return msg.Figures(processed=processed, discarded=discarded, pending=0)
 

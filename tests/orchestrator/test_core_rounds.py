@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
 from anabranch.orchestrator.core import events as ev
 from anabranch.orchestrator.core import instructions as do
+from anabranch.orchestrator.core.state import OUTCOMES_KEPT
 from anabranch.queue import messages as msg
+from anabranch.spec import WorkersSpec
 from tests.orchestrator.bench import (
     TIMELINE,
     TOKENS,
@@ -262,6 +265,22 @@ def test_a_repeat_after_the_commit_gets_the_same_answer_and_is_booked_once() -> 
     assert len(only(do.Book, bench.log)) == 1
 
 
+@pytest.mark.parametrize(("adoption", "dropped"), [("overwrite", 200), ("rebase", 0)])
+def test_a_resend_whose_outcome_is_long_forgotten_is_told_it_was_refused_and_not_booked(
+    adoption: Literal["overwrite", "rebase"], dropped: int
+) -> None:
+    spec = make_spec(fragments=1, inner_steps=1)
+    bench = Bench(spec.model_copy(update={"workers": WorkersSpec(adoption=adoption)}), sizes=(10,))
+    bench.worker("a")
+    for _ in range(OUTCOMES_KEPT + 1):
+        bench.steps(a=1)
+        bench.merge(one(do.Merge, bench.contribute("a")))
+    result = bench.contribute("a", base=0, tokens=200)
+    (verdict,) = told_one(msg.Verdicts, result).verdicts
+    assert (verdict.applied, verdict.tokens, verdict.base) == (False, dropped, 0)
+    assert not only(do.Book, result)
+
+
 # --- not applied: late, stale, unknown, refused -----------------------------------------------------------
 
 
@@ -382,6 +401,17 @@ def test_a_better_one_under_the_same_key_undoes_a_refusal() -> None:
     bench.contribute("nan")
     commit = bench.merge(one(do.Merge, bench.contribute("a")))
     assert [b.column for b in only(do.Book, commit)] == ["applied", "applied"]
+
+
+def test_a_better_one_that_comes_too_late_is_booked_once() -> None:
+    bench = Bench()
+    opened(bench, "a", "nan")
+    refuse(bench, "nan")
+    order = one(do.Merge, bench.contribute("a"))
+    bench.contribute("nan")
+    commit = bench.merge(order)
+    assert [(b.incarnation, b.column) for b in only(do.Book, commit)] == [(1, "applied"), (2, "rejected")]
+    assert [v.reason for v in told_one(msg.Merged, commit).verdicts][1:] == ["late: the round had closed"]
 
 
 def test_when_every_answer_was_refused_the_round_is_abandoned() -> None:

@@ -334,6 +334,28 @@ def test_of_a_member_exactly_what_is_named_does_not_survive() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("not_stored", "names"),
+    [
+        (
+            record.STATE_NOT_STORED,
+            "spec nonce members init_given init_reading orphaned due_at full draining "
+            "changed removed unmarked committing",
+        ),
+        (record.FRAGMENT_NOT_STORED, "in_hand"),
+        (record.ROUND_NOT_STORED, "stage quorum_at grace_s closed closed_at parts"),
+        (
+            record.MEMBER_NOT_STORED,
+            "account joined_at observed_s stepped_at fetching outcome_read imbalances state_from",
+        ),
+    ],
+    ids=["state", "fragment", "round", "member"],
+)
+def test_nothing_else_is_left_out(not_stored: dict[str, str], names: str) -> None:
+    """Whoever leaves out more says so here, too: what a successor lacks is seldom missed at once."""
+    assert not_stored.keys() == set(names.split())
+
+
 def test_every_reason_is_about_a_field() -> None:
     for kind, not_stored in (
         (State, record.STATE_NOT_STORED),

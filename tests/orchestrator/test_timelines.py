@@ -88,6 +88,14 @@ def test_more_tokens_than_were_ever_processed_are_nobodys() -> None:
     assert bench.state.members[1].known[0][0] <= 300
 
 
+def test_tokens_that_are_said_to_be_pending_are_none_that_were_processed() -> None:
+    bench = Bench()
+    bench.worker("a")
+    bench.steps(a=2)
+    said = msg.Figures(processed=300, discarded=0, pending=10**6)
+    assert not only(do.Fetch, bench.contribute("a", tokens=10**6, figures=said))
+
+
 def test_a_long_full_server_makes_nobody_gone() -> None:
     bench = Bench()
     bench.worker("a").silent = True  # its heartbeats are refused, too
