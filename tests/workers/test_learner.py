@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from anabranch.merge.codecs import Codec, decode
-from anabranch.merge.fragments import TensorSpec, plan_layout
+from anabranch.merge.fragments import Layout, TensorSpec, plan_layout
 from anabranch.model import Float32
-from anabranch.queue.messages import Call, Verdict
+from anabranch.queue.messages import Call, Claim, Head, Own, Verdict
+from anabranch.queue.records import FragmentRecord, Snapshot
 from anabranch.workers.member.adoption import POLICIES
 from anabranch.workers.member.books import Books
 from anabranch.workers.member.learner import Learner, NewVersion, Outgoing, Refusal
@@ -22,10 +23,10 @@ LAYOUT = plan_layout([TensorSpec("a", (3,)), TensorSpec("b", (3,))], 2)
 class Bench:
     """A learner whose outgoing items are collected, on a clock the test moves."""
 
-    def __init__(self, codec: Codec = "fp32", adoption: str = "overwrite") -> None:
+    def __init__(self, codec: Codec = "fp32", adoption: str = "overwrite", layout: Layout = LAYOUT) -> None:
         self.now = 0.0
-        self.store = NumpyStore(LAYOUT)
-        self.books = Books(2)
+        self.store = NumpyStore(layout)
+        self.books = Books(len(layout.fragments))
         self.learner = Learner(self.store, POLICIES[adoption](), self.books, codec, clock=lambda: self.now)
         self.sent: list[Outgoing | Refusal] = []
 
@@ -232,6 +233,7 @@ def test_nothing_is_kept_of_what_was_sent_on_a_base_that_is_over(adoption: str) 
         bench.offer(base + 1)
         bench.boundary()
         assert bench.learner._sent == {}
+        assert bench.books._pages[0].steps_sent == {}
 
 
 # --- steps longer than the time between calls: answers from copies ----------------------------------------
@@ -287,6 +289,21 @@ def test_copies_do_not_outlive_the_next_boundary(bench: Bench) -> None:
     assert bench.hear(1.0, call()) is None
 
 
+def test_after_a_pause_no_more_is_copied_than_is_called_for_within_a_step() -> None:
+    bench = Bench(layout=plan_layout([TensorSpec(name, (3,)) for name in "abcd"], 4))
+    for fragment in range(4):
+        bench.offer(0, fragment)
+    bench.boundary()
+    for number in range(4):
+        bench.now += 1.0
+        bench.learner.heard(call(base=9, fragment=number, number=number + 1))
+    bench.now += 100.0
+    bench.train()
+    bench.boundary(step_s=0.75)
+    answered = [bench.learner.call(call(fragment=fragment)) is not None for fragment in range(4)]
+    assert answered == [True, True, False, False]
+
+
 def test_a_quick_worker_takes_no_copies(bench: Bench) -> None:
     for number in range(4):
         bench.now += 1.0
@@ -294,6 +311,57 @@ def test_a_quick_worker_takes_no_copies(bench: Bench) -> None:
     bench.train()
     bench.boundary(step_s=0.5)
     assert bench.hear(1.0, call()) is None
+
+
+# --- what a new timeline has of ours ----------------------------------------------------------------------
+
+
+def shown(version: int, *told: int, known: bool = True, bits: int | None = None) -> Snapshot:
+    """The run under a new timeline: fragment 0 at this version, and outcomes on these bases."""
+    digest = bytes([version if bits is None else bits]) * 32
+    theta = Claim(owner="_", id="ab", bytes=4, chunk_bytes=1024, codec="fp32", hashes=[b"h" * 32], digest=digest)
+    outcomes = [Verdict(incarnation=1, fragment=0, base=base, applied=True, tokens=10) for base in told]
+    head = Head(timeline="1-new", tokens=0, paused=False, stopped=False, asked_init=0, calls=[])
+    own = Own(nonce=b"n" * 16, outcomes=outcomes, leases=[]) if known else None
+    return Snapshot(head, (FragmentRecord(version, theta),), own, 0)
+
+
+def sent_on(bench: Bench, base: int) -> None:
+    bench.train()
+    bench.learner.call(call(base))
+    bench.boundary()
+
+
+def test_what_is_still_there_under_a_new_timeline_goes_on(bench: Bench) -> None:
+    sent_on(bench, 0)
+    assert bench.learner.lost_to(shown(0), "0-old") is None
+    assert bench.learner.lost_to(shown(1), "0-old") is None
+
+
+def test_an_unknown_member_and_other_bits_and_a_version_that_is_gone_are_lost(bench: Bench) -> None:
+    assert bench.learner.lost_to(shown(0, known=False), "0-old") == "unknown to the run"
+    assert "is based on" in (bench.learner.lost_to(shown(0, bits=9), "0-old") or "")
+    bench.offer(1)
+    bench.boundary()
+    assert "is based on" in (bench.learner.lost_to(shown(0), "0-old") or "")
+    assert bench.learner.lost_to(shown(0), "1-new") is None, "the same timeline: the leader has not seen it yet"
+
+
+def test_what_was_sent_on_a_version_that_is_gone_is_lost(bench: Bench) -> None:
+    bench.offer(1)
+    bench.boundary()
+    sent_on(bench, 1)
+    bench.offer(0)  # read from a server that had gone back
+    bench.boundary()
+    assert "is based on" in (bench.learner.lost_to(shown(0), "0-old") or "")
+
+
+def test_an_outcome_that_was_told_and_is_gone_is_lost(bench: Bench) -> None:
+    sent_on(bench, 0)
+    bench.books.outcome(Verdict(incarnation=1, fragment=0, base=0, applied=True, tokens=10))
+    assert "lost an outcome" in (bench.learner.lost_to(shown(0), "0-old") or "")
+    assert bench.learner.lost_to(shown(0, 0), "0-old") is None
+    assert bench.learner.lost_to(shown(3, 1, 2), "0-old") is None, "the newest are kept, and these are newer"
 
 
 # --- policies that keep what was not merged ---------------------------------------------------------------

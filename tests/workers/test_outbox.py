@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from anabranch.queue import messages
 from anabranch.queue.blobs import RedisBlobs, make_claim
@@ -25,7 +26,8 @@ TTL_S = 0.06  # refreshed every third of it
 class Blobs(RedisBlobs):
     """In memory; counts how often each was refreshed."""
 
-    def __init__(self) -> None:
+    def __init__(self, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
         self.held: dict[str, int] = {}
         self.uploading = asyncio.Event()
         self.may_upload = asyncio.Event()
@@ -39,7 +41,7 @@ class Blobs(RedisBlobs):
         return claim
 
     async def refresh(self, claim: messages.Claim, ttl_s: float) -> bool:
-        assert ttl_s == TTL_S
+        assert ttl_s == self.ttl_s
         self.held[claim.id] += 1
         return True
 
@@ -50,13 +52,13 @@ class Blobs(RedisBlobs):
 class Desk:
     """An outbox, what it posts, and a worker that trains."""
 
-    def __init__(self) -> None:
-        self.blobs, self.books = Blobs(), Books(1)
+    def __init__(self, ttl_s: float = TTL_S) -> None:
+        self.blobs, self.books = Blobs(ttl_s), Books(1)
         self.posted: list[messages.Message] = []
         self.sent_bytes = 0
         self.books.adopt(0, 0)
         line = replace(Line.to(RunUrl.parse("redis://127.0.0.1:1/0"), "us"), blobs=self.blobs)
-        self.outbox = Outbox(line, OURS, self.books, self.post, TTL_S, self.sent)
+        self.outbox = Outbox(line, OURS, self.books, self.post, ttl_s, self.sent)
 
     async def post(self, message: messages.Message) -> None:
         self.posted.append(message)
@@ -77,8 +79,8 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk() -> AsyncIterator[Desk]:
-    made = Desk()
+async def desk(ttl_s: float = TTL_S) -> AsyncIterator[Desk]:
+    made = Desk(ttl_s)
     running = asyncio.create_task(made.outbox.run(), name="outbox")
     try:
         yield made
@@ -97,6 +99,21 @@ async def test_a_payload_is_refreshed_until_its_outcome_and_then_deleted() -> No
         assert it.blobs.held == {}
         assert not it.outbox.sent(0, 0)
         assert it.outcome(10) == [], "told again"
+
+
+async def test_a_payload_is_refreshed_at_least_twice_while_it_would_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    ttl_s, slept, sleep = 600.0, list[float](), asyncio.sleep
+
+    async def soon(delay: float) -> None:
+        if delay > 1.0:
+            slept.append(delay)
+        await sleep(min(delay, 0.001))
+
+    monkeypatch.setattr(asyncio, "sleep", soon)
+    async with desk(ttl_s) as it:
+        it.contribute()
+        await wait_until(lambda: list(it.blobs.held.values()) >= [3], "it is refreshed again and again")
+    assert max(slept) <= ttl_s / 2
 
 
 async def test_a_newer_contribution_takes_the_place_of_an_earlier_one() -> None:
