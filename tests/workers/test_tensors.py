@@ -87,6 +87,7 @@ def holding(value: torch.Tensor) -> tuple[torch.nn.Module, Buffer]:
         (torch.tensor([1.5], dtype=torch.float64), 2.25, 2.25),
         (torch.tensor([0.1], dtype=torch.float64), float(np.float32(0.1)), 0.1),  # float32 cannot tell them apart
         (torch.tensor([3]), 7.4, 7),
+        (torch.tensor([3]), 7.6, 8),
         (torch.tensor([3], dtype=torch.uint8), 300.0, 255),
         (torch.tensor([2**40 + 1]), float(np.float32(2**40 + 1)), 2**40 + 1),
     ],
