@@ -166,3 +166,13 @@ def test_buffers_are_overwritten_under_any_policy(policy: str) -> None:
     delta = store.delta(0)
     assert bool(delta[at["0.weight"]].any()) == (policy != "load")
     assert not any(delta[at[name]].any() for name in RUNNING)
+
+
+def test_of_a_buffer_that_is_not_there_nothing_is_sent() -> None:
+    model = model_of()
+    store, at = store_of(model)
+    theta = store.initial(0).copy()
+    theta[at["mean"]] = 2.0
+    store.load(0, theta)
+    model.register_buffer("mean", torch.ones(3, dtype=torch.float64))
+    assert not store.delta(0)[at["mean"]].any()
