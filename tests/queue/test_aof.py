@@ -69,6 +69,7 @@ def test_what_is_not_whole_is_cut_off_and_kept(tmp_path: Path, end: str) -> None
         assert repaired.cut == len(rest)
         assert repaired.copy.read_bytes() == whole + rest
         assert repaired.copy.parent == data
+        assert repaired.copy.stat().st_mode & 0o777 == 0o600
         assert aof.repair(data) is None
 
 
