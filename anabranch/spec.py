@@ -113,6 +113,7 @@ class WorkersSpec(_Section):
 
     adoption: Literal["overwrite", "blend", "rebase"] = "overwrite"
     blend_alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5  # share of the live parameters that `blend` keeps
+    rebase_above: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of unmerged work from which on `rebase` keeps it
     codec: Codec = "bf16"
     heartbeat_s: Annotated[float, Field(ge=0.05, le=3600)] = 1.0  # gone after 3 without one
     stuck_after_steps: Annotated[float, Field(ge=2)] = 10.0  # no step for this many usual step times: stuck

@@ -71,6 +71,7 @@ class World:
     end: float  # virtual time of the last step
     on_time: Callable[[World], None] = lambda world: None  # called at every multiple of `watch_every`
     watch_every: float = 0.0
+    on_merged: Callable[[messages.Merged], object] = lambda merged: None
     workers: list[Worker] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # ledger mismatches and refusals: there must be none
 
@@ -225,6 +226,7 @@ class World:
             case messages.Call():
                 self._call(message)
             case messages.Merged():
+                self.on_merged(message)
                 self._tell(number, message.verdicts)
                 self._commit(message)
             case messages.Verdicts():

@@ -191,7 +191,7 @@ def carried(spec: RunSpec) -> list[float]:
     store = NumpyStore(layout)
     store.theta[0] = store.base[0] + 1.0
     theta = store.base[0] * 2
-    if not adoption_of(spec.workers).carry(store, 0, theta, None):
+    if not adoption_of(spec.workers).carry(store, 0, theta, None, 0.5):
         store.load(0, theta)
     return [float(value) for value in store.theta[0][:4]]
 
@@ -284,6 +284,7 @@ ACTS: dict[str, tuple[Observe, Any, Any, dict[str, Any]]] = {
     "merge.outer_momentum": (merged, 0.0, 0.5, ALONE),
     "workers.adoption": (carried, "overwrite", "rebase", ALONE),
     "workers.blend_alpha": (carried, 0.25, 0.75, {"workers.adoption": "blend"}),
+    "workers.rebase_above": (carried, 0.1, 0.6, {"workers.adoption": "rebase"}),
     "workers.codec": (fetched, "fp32", "bf16", ALONE),
     "workers.heartbeat_s": (lives_s, 1.0, 4.0, ALONE),
     "workers.stuck_after_steps": (is_stuck, 2.0, 20.0, ALONE),

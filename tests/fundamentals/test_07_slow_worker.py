@@ -27,6 +27,30 @@ def _called(run: Bench, incarnation: int) -> int:
     return sum(incarnation in event["called"] for event in run.tape("opened"))
 
 
+async def test_with_rebase_no_step_is_too_long(run_url: str, run_name: str) -> None:
+    """A worker whose every step takes as long as twelve rounds on each fragment: nearly all of its work is merged."""
+    spec = make_spec(
+        run_name,
+        rounds={"fragments": 2, "inner_steps": 4},
+        workers={"adoption": "rebase", "rebase_above": 0.1, "codec": "bf16"},
+    )
+    async with bench(run_url, spec) as run:
+        run.add("fast", Pace(step_s=0.01))
+        await run.reach(1)
+        glacier = run.add("glacier", Pace(step_s=0.5, tokens=100))
+
+        def merged() -> bool:
+            member = run.state.members.get(glacier.client.incarnation)
+            return member is not None and min(member.account.applied) >= 500
+
+        await wait_until(merged, "five of its steps are merged, in every fragment")
+        member = run.state.members[glacier.client.incarnation]
+        assert max(member.discarded) <= 0.1 * member.processed
+        assert sum(member.account.rejected) == 0
+        await run.settle()
+        assert run.state.counts.get("ledger mismatches", 0) == 0
+
+
 async def test_a_step_longer_than_h_paced_steps_is_shown_and_not_waited_for(run_url: str, run_name: str) -> None:
     from anabranch.operate import status
 

@@ -12,7 +12,7 @@ from anabranch.merge.fragments import Layout, TensorSpec, plan_layout
 from anabranch.model import Float32
 from anabranch.queue.messages import Call, Claim, Head, Own, Verdict
 from anabranch.queue.records import FragmentRecord, Snapshot
-from anabranch.workers.member.adoption import POLICIES
+from anabranch.workers.member.adoption import POLICIES, Adoption, Rebase
 from anabranch.workers.member.books import Books
 from anabranch.workers.member.learner import Learner, NewVersion, Outgoing, Refusal
 from anabranch.workers.member.synthetic import NumpyStore
@@ -23,11 +23,14 @@ LAYOUT = plan_layout([TensorSpec("a", (3,)), TensorSpec("b", (3,))], 2)
 class Bench:
     """A learner whose outgoing items are collected, on a clock the test moves."""
 
-    def __init__(self, codec: Codec = "fp32", adoption: str = "overwrite", layout: Layout = LAYOUT) -> None:
+    def __init__(
+        self, codec: Codec = "fp32", adoption: str | Adoption = "overwrite", layout: Layout = LAYOUT
+    ) -> None:
         self.now = 0.0
         self.store = NumpyStore(layout)
         self.books = Books(len(layout.fragments))
-        self.learner = Learner(self.store, POLICIES[adoption](), self.books, codec, clock=lambda: self.now)
+        policy = POLICIES[adoption]() if isinstance(adoption, str) else adoption
+        self.learner = Learner(self.store, policy, self.books, codec, clock=lambda: self.now)
         self.sent: list[Outgoing | Refusal] = []
 
     def offer(self, version: int, fragment: int = 0, *, digest: bytes = b"", value: float | None = None) -> None:
@@ -392,6 +395,25 @@ def test_rebase_carries_on_what_came_after_the_applied_snapshot() -> None:
     bench.learner.call(call(base=1))
     bench.boundary()
     np.testing.assert_array_equal(values(bench.sent[-1]), np.full(3, 0.125, np.float32))
+
+
+@pytest.mark.parametrize(("above", "carried"), [(0.25, True), (0.26, False)])
+def test_rebase_leaves_next_to_nothing_behind(above: float, *, carried: bool) -> None:
+    bench = Bench(adoption=Rebase(above))
+    for fragment in (0, 1):
+        bench.offer(0, fragment)
+    bench.boundary()
+    for _ in range(3):
+        bench.train()
+    bench.learner.call(call())
+    bench.boundary()
+    bench.train()  # a quarter of the work since the base
+    bench.books.outcome(Verdict(incarnation=1, fragment=0, base=0, applied=True, tokens=30))
+    bench.offer(1, value=5.0)
+    bench.boundary()
+    assert bench.books.holds(0) == (10 if carried else 0)
+    np.testing.assert_allclose(bench.store.theta[0], 4.75 if carried else 5.0)
+    assert bench.books.report()["discarded"][0] == (0 if carried else 10)
 
 
 def test_rebase_carries_on_everything_after_a_refusal() -> None:

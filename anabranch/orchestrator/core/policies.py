@@ -6,6 +6,8 @@ line all ask it.
 
 from __future__ import annotations
 
+import math
+
 from anabranch.orchestrator.core.state import Fragment, Member, Round, State
 
 EXPIRY_HEARTBEATS = 2.5  # a sweep every half heartbeat then finds it within 3
@@ -46,10 +48,13 @@ def stuck_after_s(member: Member, state: State) -> float:
 
 
 def longest_step_s(state: State, now: float) -> float:
-    """H paced steps, in seconds: a worker whose step outlasts them never holds a current base (s = 0).
+    """H paced steps, in seconds: a worker whose step outlasts them never holds work on a current base, unless it
+    carries work over to the next.
 
     Never below H steps of the fastest worker: an average that lags must not rule out the one who paces.
     """
+    if state.spec.workers.adoption != "overwrite":
+        return math.inf
     steps = [m.step_s for m in state.members.values() if m.step_s > 0 and advances(m, state, now)]
     pace_s = max(state.averages.step_s or 0.0, min(steps, default=0.0))
     return state.spec.rounds.inner_steps * pace_s

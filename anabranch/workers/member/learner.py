@@ -204,7 +204,8 @@ class Learner:
             data = self._sent.get(fragment, {}).get(tokens) if tokens else None
         exact = self._exact_of(fragment)
         applied = decode(self._codec, data, version.theta.size, exact) if data is not None else None
-        return self._adoption.carry(self.store, fragment, version.theta, applied)
+        held = self.books.holds(fragment)
+        return self._adoption.carry(self.store, fragment, version.theta, applied, (held - tokens) / max(1, held))
 
     def _send(self, fragment: int, copy: _Copy) -> bool:
         """Note a contribution; False if it is of no use any more."""

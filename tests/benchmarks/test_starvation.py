@@ -1,0 +1,33 @@
+"""Whose work counts: the benchmark's short form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import starvation
+
+
+@pytest.mark.parametrize(("inner_steps", "fragments"), [(24, 8), (4, 1)])
+@pytest.mark.parametrize("slower", [2, 13, 23, 32])
+def test_with_rebase_nobodys_work_is_lost(inner_steps: int, fragments: int, slower: int) -> None:
+    row = starvation.run(slower, inner_steps, fragments, {"adoption": "rebase", "rebase_above": 0.1})
+    assert min(row["merged_share"], row["fast_merged_share"]) >= 0.9
+
+
+def test_with_overwrite_a_slow_worker_is_starved() -> None:
+    """What the default does, as long as it is the default."""
+    row = starvation.run(32, 24, 8, {"adoption": "overwrite"})
+    assert row["merged_share"] == row["rounds_share"] == 0
+    assert row["fast_merged_share"] > 0.9
+
+
+def test_it_writes_a_row_for_each(tmp_path: Path) -> None:
+    starvation.main(["--slower", "2", "--out", str(tmp_path / "s.json")])
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    assert {(r["adoption"], r["rebase_above"], r["H"], r["P"]) for r in rows} == {
+        (*adoption, *steps) for adoption in starvation.ADOPTIONS for steps in starvation.STEPS
+    }
+    assert {"slower", "merged_share", "rounds_share"} <= rows[0].keys()
