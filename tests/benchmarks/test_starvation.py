@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import starvation
+from benchmarks import starvation, starvation_quality
 
 
 @pytest.mark.parametrize(("inner_steps", "fragments"), [(24, 8), (4, 1)])
@@ -31,3 +31,12 @@ def test_it_writes_a_row_for_each(tmp_path: Path) -> None:
         (*adoption, *steps) for adoption in starvation.ADOPTIONS for steps in starvation.STEPS
     }
     assert {"slower", "merged_share", "rounds_share"} <= rows[0].keys()
+
+
+def test_its_losses_are_those_of_the_policy(tmp_path: Path) -> None:
+    where = tmp_path / "q.json"
+    starvation_quality.main(["--seeds", "1", "--set-ups", "fast + 1/16", "--steps", "64", "--out", str(where)])
+    rows = json.loads(where.read_text())["rows"]
+    shares = {(row["adoption"], row["rebase_above"]): row["merged_share"] for row in rows}
+    assert shares["overwrite", 0.0] < shares["rebase", 0.1] <= shares["rebase", 0.0] == 1.0
+    assert all(row["heldout_loss"] < 6 for row in rows)
