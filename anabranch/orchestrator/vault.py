@@ -200,13 +200,13 @@ class Vault:
         return layout, versions
 
     def _kind_in_file(self, name: str, array: NDArray[Any]) -> Kind | Literal["stays"] | None:
-        """None: a parameter. A file does not say which of its tensors are buffers, but names and types do."""
+        """None: a parameter. A file does not say which of its tensors are buffers: types do, and the names of running
+        statistics."""
         counts = array.dtype.kind in "iu" or name.endswith(COUNTER)
-        if array.dtype.kind == "b" or (is_running(name) and not self.spec.merge.carries(name)):
+        buffer = counts or is_running(name)
+        if array.dtype.kind == "b" or (buffer and not self.spec.merge.carries(name, whole=True)):
             return "stays"
-        if counts:
-            return "counter"
-        return "statistic" if self.spec.merge.carries(name) else None
+        return ("counter" if counts else "statistic") if buffer else None
 
     async def load(self, layout: Layout, claims: Sequence[tuple[messages.Claim, messages.Claim | None]]) -> None:
         """Fetch what `state` names; `BlobMissing` or `BlobCorrupt` if the server lost or changed it."""
