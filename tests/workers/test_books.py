@@ -421,3 +421,23 @@ class KeepingMachine(RuleBasedStateMachine):
 
 TestKeepingMachine = KeepingMachine.TestCase
 TestKeepingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_only_what_was_applied_counts_as_merged(books: Books) -> None:
+    books.step(10)
+    assert books.send(0, books.snapshot(0))
+    books.outcome(Verdict(incarnation=1, fragment=0, base=0, applied=False, tokens=10))
+    assert books.merged == [0]
+    books.adopt(0, 1)
+    books.step(4)
+    assert books.send(0, books.snapshot(0))
+    books.outcome(Verdict(incarnation=1, fragment=0, base=1, applied=True, tokens=4))
+    assert books.merged == [4]
+
+
+def test_what_is_read_of_the_broadcast_goes_back_under_a_new_timeline_only(books: Books) -> None:
+    books.read(7)
+    books.read(5)
+    assert books.last_read == 7
+    books.read(3, anew=True)
+    assert books.last_read == books.report()["read"] == 3

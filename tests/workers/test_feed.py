@@ -137,3 +137,13 @@ def test_whoever_waits_is_woken(bench: Bench) -> None:
     timer.join()
     assert items is not None
     np.testing.assert_array_equal(items.indices, items_of(4))
+
+
+def test_a_refusal_ends_with_its_incarnation(bench: Bench) -> None:
+    bench.feed.take([], refused="another dataset")
+    assert bench.feed.wanted == 0
+    with pytest.raises(UsageError, match="another dataset"):
+        bench.next(1)
+    bench.feed.restart(Books(1))
+    assert bench.feed.wanted == AHEAD
+    assert bench.next(1) == []
