@@ -104,6 +104,17 @@ def test_other_buffers_are_named_once_they_change(caplog: pytest.LogCaptureFixtu
     )
 
 
+def test_counters_and_what_was_named_are_nobodys_business(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+    watch = Watch(model, (), every_s=0)
+    assert len(caplog.records) == 1, "running averages that stay are named when it begins"
+    for name in ("seen", "1.running_mean", "1.num_batches_tracked"):
+        model.get_buffer(name).add_(1)
+    watch.look()
+    assert len(caplog.records) == 1
+
+
 def test_it_looks_now_and_then_only(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
     watch = Watch(model, every_s=1000)
