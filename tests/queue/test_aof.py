@@ -73,6 +73,16 @@ def test_what_is_not_whole_is_cut_off_and_kept(tmp_path: Path, end: str) -> None
         assert aof.repair(data) is None
 
 
+def test_the_last_file_is_the_one_with_the_highest_number(tmp_path: Path) -> None:
+    """Whatever the order of the manifest's lines."""
+    data = folder(tmp_path / "data", ("a.1.incr.aof", SET + b"junk"), ("a.2.incr.aof", SET + b"junk"))
+    manifest = data / aof.FOLDER / "appendonly.aof.manifest"
+    manifest.write_text("\n".join(reversed(manifest.read_text().splitlines())) + "\n")
+    repaired = aof.repair(data)
+    assert repaired is not None
+    assert repaired.file.name == "a.2.incr.aof"
+
+
 def test_no_copy_is_overwritten(tmp_path: Path) -> None:
     data = folder(tmp_path / "data", ("a.1.incr.aof", SET + b"junk"))
     copies = []
