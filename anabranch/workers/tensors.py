@@ -98,10 +98,11 @@ class Buffer:
         if (there := self.value) is None:
             return
         new = value.to(there.device).view(self.shape)
+        same = there.float() == new
         if self.kind == "counter":
             limits = torch.iinfo(there.dtype)
             new = new.double().round().clamp(limits.min, limits.max)
-        there.copy_(torch.where(there.float() == value.to(there.device).view(self.shape), there, new.to(there.dtype)))
+        there.copy_(torch.where(same, there, new.to(there.dtype)))
 
 
 def buffers_of(model: torch.nn.Module, settings: MergeSpec) -> dict[str, Buffer]:
