@@ -32,7 +32,8 @@ from tests.workers.test_copies import Hidden, ScheduleFree
 from tests.workers.test_copies import train as stepping
 
 TOKENS = 8
-SILENT_S = 2.0  # several heartbeats
+HEARTBEAT_S = 1.0  # where a silence is tried: three of them are more than a busy machine keeps anybody waiting
+SILENT_S = 3.5 * HEARTBEAT_S  # longer than a member may be silent
 
 
 def tiny(seed: int = 0, hidden: int = 8) -> torch.nn.Sequential:
@@ -212,7 +213,7 @@ async def test_a_step_never_waits_for_the_network(server_factory: ServerFactory)
     server = server_factory()
     model = tiny()
     async with (
-        bench(f"{server.url}?run=frozen", spec_of("frozen")) as run,
+        bench(f"{server.url}?run=frozen", spec_of("frozen", workers={"heartbeat_s": HEARTBEAT_S})) as run,
         joined(run, "w", model) as session,
     ):
         await train_until(session, model, run, 2)
