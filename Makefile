@@ -52,10 +52,11 @@ lint: $(STAMP)  ## ruff and strict type checking
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## speed of merge and core, cost of the journal; writes docs/results/*.json
+bench: $(STAMP)  ## speed of merge, core and Muon, cost of the journal; writes docs/results/*.json
 	$(BIN)/python -m benchmarks.merge_speed
 	$(BIN)/python -m benchmarks.core_speed
 	$(BIN)/python -m benchmarks.journal_cost
+	$(BIN)/python -m benchmarks.muon_speed
 
 format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

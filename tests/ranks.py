@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import anabranch
 from anabranch.faults import arm_from_environment
 from anabranch.workers.member.feed import Feed
+from anabranch.workers.muon import Muon
 from anabranch.workers.trains import Trains
 
 Result = dict[str, Any]
@@ -159,8 +160,9 @@ def _step(session: Trains, model: torch.nn.Module, optimizer: torch.optim.Optimi
 
 
 def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Sums of what AdamW averages, by parameter."""
-    return [float(optimizer.state[p]["exp_avg"].sum()) for p in model.parameters() if p in optimizer.state]
+    """Sums of the averages of gradients that AdamW and Muon keep, by parameter."""
+    kept = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
+    return [float(state.get("exp_avg", state.get("momentum_buffer")).sum()) for state in kept]
 
 
 def train(
@@ -172,10 +174,11 @@ def train(
     duty: float = 1.0,
     warm_start: bool = False,
     norm: bool = False,
+    muon: bool = False,
 ) -> Result:
     """DDP, until the run has merged so many tokens."""
     model = DistributedDataParallel(tiny(rank, norm=norm))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = Muon.of(model, lr=1e-2) if muon else torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = digest(model.module)
     steps = 0
     with anabranch.join(url, model, optimizer, name=name, duty=duty, warm_start=warm_start) as session:

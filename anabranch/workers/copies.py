@@ -36,6 +36,7 @@ _FADED = 0.1  # share of what was adopted that may be missing after them: roundi
 _STAND_IN = 4  # elements of a stand-in, at most, in each dimension
 _SMALL = 1 << 24  # elements: up to so many an optimizer that cannot be made anew is copied as a whole
 _OF_TORCH = {"ASGD": frozenset({"ax"})}
+_KNOWN = ("torch.optim.", "anabranch.")  # modules whose optimizers keep no copies but those
 
 _State = tuple[str, Any]  # where a tensor is: ("state", key), ("group", key) or ("attribute", name)
 
@@ -111,7 +112,7 @@ def find_copies(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Opt
     that cannot be found."""
     kind = type(optimizer)
     masters = _masters(parameters, optimizer)
-    if kind.__module__.startswith("torch.optim."):
+    if kind.__module__.startswith(_KNOWN):
         return Copies(optimizer, _OF_TORCH.get(kind.__name__, frozenset()), masters)
     try:
         with _undisturbed(parameters):

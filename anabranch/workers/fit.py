@@ -12,6 +12,7 @@ import torch
 
 from anabranch.errors import UsageError
 from anabranch.spec import WorkersSpec
+from anabranch.workers.muon import Muon
 from anabranch.workers.tasks.base import SharedTask
 from anabranch.workers.tensors import trainable
 
@@ -26,14 +27,21 @@ _MEASURED_STEPS = 20
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
-def memory_needed(model: torch.nn.Module, settings: WorkersSpec, *, offload_base: bool = False) -> str:
+def memory_needed(
+    model: torch.nn.Module,
+    settings: WorkersSpec,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    offload_base: bool = False,
+) -> str:
     """One line: the model's device memory in MB by use, and what taking part adds to it per trained parameter.
 
-    Activations are not in it: they depend on the batch. Optimizer state is that of Adam.
+    Activations are not in it: they depend on the batch. Optimizer state is Muon's, if it is one, else that of Adam.
     """
     trained = sum(parameter.numel() for _, parameter in trainable(model))
     held = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
     gradients = sum(parameter.numel() * parameter.element_size() for _, parameter in trainable(model))
+    state = optimizer.state_bytes if isinstance(optimizer, Muon) else STATE_BYTES * trained
     extra = 0 if offload_base else BASE_BYTES
     where = "on the host" if offload_base else "on the device"
     kept = ""
@@ -42,7 +50,7 @@ def memory_needed(model: torch.nn.Module, settings: WorkersSpec, *, offload_base
         kept = f", and {sent} on the host for what is in flight"
     return (
         f"{trained:,} parameters are trained together: model {_mb(held)}, gradients {_mb(gradients)}, optimizer "
-        f"about {_mb(STATE_BYTES * trained)}; taking part adds {extra} bytes per parameter "
+        f"about {_mb(state)}; taking part adds {extra} bytes per parameter "
         f"({_mb(extra * trained)}): the base of adoption {settings.adoption!r} is {where}{kept}"
     )
 

@@ -126,7 +126,7 @@ def run_worker(url: RunUrl, options: MemberOptions, ending: Ending) -> None:
         can_init=other is None,
     ) as s:
         ending.session, ending.joined = s, True
-        log.info("%s", memory_needed(model, spec.workers, offload_base=options.offload_base))
+        log.info("%s", memory_needed(model, spec.workers, optimizer, offload_base=options.offload_base))
         _train(s, task, model, optimizer, _source(s, task, spec.seed, batch, own=options.own_data), ending)
         s.close(ending.reason or s.stopped or "done", drain_s=ending.left_s)
 

@@ -11,6 +11,7 @@ import torch
 
 from anabranch.errors import UsageError
 from anabranch.workers.copies import Adopter, adopter_for
+from anabranch.workers.muon import Muon
 from anabranch.workers.optimizer_state import copy_state, load_state, pack
 
 Parameters = Iterable[torch.nn.Parameter]
@@ -210,6 +211,28 @@ def test_averages_of_gradients_are_no_copies(kind: Kind) -> None:
     model = model_of()
     torch.nn.init.zeros_(model.get_parameter("2.weight"))  # equal to a fresh momentum
     assert not adopter_for(named(model), kind(model.parameters()), None).copies
+
+
+class OwnMuon(Muon):
+    """Not one of ours, so it is tried out."""
+
+
+@pytest.mark.parametrize("kind", [Muon, OwnMuon])
+@pytest.mark.parametrize("before", [0, 7])
+def test_muons_momentum_is_no_copy(kind: type[Muon], before: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even where the parameters are as small; and what is adopted lasts."""
+    model = model_of()
+    torch.nn.init.zeros_(model.get_parameter("0.weight"))
+    optimizer = kind.of(model, lr=1e-3)
+    train(model, optimizer, before)
+    state = copy.deepcopy(optimizer.state_dict())
+    adopter = adopter_for(named(model), optimizer, None)
+    assert not adopter.copies
+    assert not caplog.text
+    assert str(optimizer.state_dict()) == str(state)
+    adopt(adopter, model, 7.0)
+    train(model, kind.of(model, lr=1e-3, weight_decay=0.0), 1, gradients=False)
+    assert all(bool((p == 7.0).all()) for p in model.parameters())
 
 
 def test_weight_decay_is_no_copy() -> None:

@@ -13,6 +13,7 @@ from anabranch.shuffle import Indices
 from anabranch.spec import parse_spec
 from anabranch.workers import fit
 from anabranch.workers.fit import Speedometer, choose_batch, memory_needed
+from anabranch.workers.muon import Muon
 from anabranch.workers.shards import TokenWindows
 from anabranch.workers.tasks.base import SharedTask
 from anabranch.workers.tasks.gpt import GPTTask
@@ -48,6 +49,14 @@ def test_what_a_policy_adds_is_said(adoption: str, codec: str, offload: bool, wo
     line = memory_needed(model, settings, offload_base=offload)
     assert "1,000,000 parameters are trained together: model 4.0 MB, gradients 4.0 MB, optimizer about 8.0 MB" in line
     assert words in line
+
+
+def test_muon_keeps_one_buffer_of_a_matrix() -> None:
+    model = torch.nn.Linear(1000, 1000)
+    settings = parse_spec({}).workers
+    assert "optimizer about 4.0 MB" in memory_needed(model, settings, Muon.of(model))
+    model.bias.requires_grad_(False)
+    assert "optimizer about 8.0 MB" in memory_needed(model, settings, torch.optim.AdamW([model.weight]))
 
 
 def test_a_number_or_what_the_task_says(task: GPTTask) -> None:

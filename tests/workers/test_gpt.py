@@ -11,6 +11,7 @@ import torch
 
 from anabranch.errors import CheckpointError, SpecError
 from anabranch.spec import parse_spec
+from anabranch.workers.muon import Muon
 from anabranch.workers.sample import load_checkpoint_model, sample_checkpoint
 from anabranch.workers.tasks.base import CosineSchedule, Task
 from anabranch.workers.tasks.gpt import GPT, GPTTask, generate
@@ -89,11 +90,23 @@ def test_no_byte_sees_a_later_one(small: tuple[GPTTask, GPT]) -> None:
     assert not torch.allclose(before[0, 20:], after[0, 20:], atol=1e-6)
 
 
-def test_training_lowers_the_held_out_loss(small: tuple[GPTTask, GPT]) -> None:
-    task, model = small
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_lowers_the_held_out_loss(optimizer: str) -> None:
+    task = GPTTask({**SMALL, "optimizer": optimizer})
+    torch.manual_seed(1)
+    model = task.build_model()
     before = heldout_loss(task, model)
     train(task, model, 40)
     assert heldout_loss(task, model) < before - 1.2
+
+
+def test_the_option_chooses_the_optimizer(small: tuple[GPTTask, GPT]) -> None:
+    task, model = small
+    assert type(task.build_optimizer(model)) is torch.optim.AdamW
+    chosen = GPTTask({**SMALL, "optimizer": "muon", "beta2": 0.9, "weight_decay": 0.2}).build_optimizer(model)
+    assert type(chosen) is Muon
+    found = [(g["matrices"], len(g["params"]), g["betas"], g["weight_decay"]) for g in chosen.param_groups]
+    assert found == [(True, 8, (0.9, 0.9), 0.2), (False, 4, (0.9, 0.9), 0.2), (False, 5, (0.9, 0.9), 0.0)]
 
 
 def test_held_out_batches_are_fixed() -> None:
@@ -124,6 +137,7 @@ def test_the_schedule_warms_up_and_then_falls() -> None:
         ({"width": 100, "heads": 3}, r"task\.options\.width = 100: it must be a multiple of 2 × heads = 6"),
         ({"batch": 0}, r"task\.options\.batch = 0: it must be at least 1"),
         ({"learning_rate": float("nan")}, r"task\.options\.learning_rate = nan"),
+        ({"optimizer": "sgd"}, r"task\.options\.optimizer = 'sgd': it must be one of adamw, muon"),
         ({"beta2": 1}, r"task\.options\.beta2 = 1\.0: it must be at least 0, below 1"),
     ],
 )

@@ -25,6 +25,7 @@ from anabranch.spec import parse_spec
 from anabranch.workers.adapters import check_adapters
 from anabranch.workers.evaluator import heldout_loss
 from anabranch.workers.export import ExportOptions, export_checkpoint
+from anabranch.workers.muon import Muon
 from anabranch.workers.run import Ending, MemberOptions, run_evaluator, run_worker
 from anabranch.workers.sample import sample_checkpoint
 from anabranch.workers.session import Session
@@ -81,6 +82,7 @@ def task_of(folder: Path, text: Path, **options: Any) -> HFTask:
         ({"context": 0}, r"task\.options\.context = 0: it must be at least 1"),
         ({"dtype": "int8"}, r"task\.options\.dtype = 'int8': it must be one of float32, bfloat16"),
         ({"lora_targets": " , "}, r"task\.options\.lora_targets = ' , ': it must be all-linear, or names of modules"),
+        ({"optimizer": "sgd"}, r"task\.options\.optimizer = 'sgd': it must be one of adamw, muon"),
         ({"learning_rate": 2.0}, r"task\.options\.learning_rate = 2\.0: it must be above 0, at most 1"),
         ({}, r"task\.options\.model = '': no folder with a config\.json on this machine; name one with --model"),
         ({"model": "no/where"}, r"'no/where': no folder with a config\.json"),
@@ -204,17 +206,28 @@ def test_too_little_text_says_so(folder: Path, tmp_path: Path) -> None:
 # --- training -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, LORA, {**LORA, "dtype": "bfloat16"}], ids=["full", "lora", "lora, bfloat16"])
+LEARNS: dict[str, dict[str, Any]] = {
+    "full": {}, "lora": LORA, "lora, bfloat16": {**LORA, "dtype": "bfloat16"}, "muon": {"optimizer": "muon"},
+    "muon, lora": {**LORA, "optimizer": "muon", "learning_rate": 2e-2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", LEARNS.values(), ids=LEARNS)
 def test_it_learns(folder: Path, text: Path, options: dict[str, Any]) -> None:
-    task = task_of(folder, text, learning_rate=5e-3, **options)
+    task = task_of(folder, text, **options)
     torch.manual_seed(0)
     model = task.build_model()
     named = dict(trainable(model))
-    assert all((".lora_" in name) == bool(options) for name in named)
+    assert all((".lora_" in name) == options.get("lora", False) for name in named)
     assert all(parameter.dtype == torch.float32 for parameter in named.values()), "what is trained is float32"
     frozen = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
-    assert frozen == ({getattr(torch, options.get("dtype", "float32"))} if options else set())
+    assert frozen == ({getattr(torch, options.get("dtype", "float32"))} if options.get("lora") else set())
     optimizer = task.build_optimizer(model)
+    if isinstance(optimizer, Muon):
+        matrices = {id(p) for group in optimizer.param_groups if group["matrices"] for p in group["params"]}
+        assert {name for name, p in named.items() if id(p) in matrices} == {
+            name for name, p in named.items() if p.ndim == 2 and "embed" not in name and "head" not in name
+        }
     assert heldout_loss(task, model, task.heldout_batches()) == pytest.approx(math.log(384), abs=0.2)
     batch = next(task.batches(0, "w"))  # always the same: adapters alone learn too little of other text
     losses = []
@@ -255,11 +268,21 @@ async def test_workers_with_their_own_places_fine_tune_one_checkpoint(
     assert written == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 async def test_a_whole_model_is_fine_tuned_measured_and_exported(
-    run_url: str, run_name: str, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_url: str,
+    run_name: str,
+    folder: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
 ) -> None:
     monkeypatch.setattr(os, "nice", lambda by: by)  # this process is not the evaluator's own
-    options = {"model": str(folder), "data": str(text), "context": 32, "batch": 2, "learning_rate": 1e-2}
+    options = {
+        "model": str(folder), "data": str(text), "context": 32, "batch": 2, "learning_rate": 1e-2,
+        "optimizer": optimizer,
+    }  # fmt: skip
     spec = make_spec(run_name, task={"name": "hf", "options": options})
     (tmp_path / "run").mkdir()
     async with bench(run_url, spec, directory=tmp_path / "run", drain_s=60.0) as run:

@@ -17,6 +17,7 @@ from anabranch.errors import LayoutMismatch, UsageError
 from anabranch.model import unflatten
 from anabranch.spec import RunSpec
 from anabranch.workers.integrations.huggingface import AnabranchCallback, _Counter, _predictions
+from anabranch.workers.muon import Muon
 from tests.harness import Bench, bench, make_spec
 from tests.wait import wait_until
 
@@ -51,14 +52,22 @@ def load(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def trainer_of(model: Any, data: Any, where: Path, *callbacks: Any, eval_dataset: Any = None, **settings: Any) -> Any:
+def trainer_of(
+    model: Any, data: Any, where: Path, *callbacks: Any, eval_dataset: Any = None, optimizers: Any = (None, None),
+    **settings: Any,
+) -> Any:  # fmt: skip
     standard: dict[str, Any] = {
         "max_steps": 10_000, "per_device_train_batch_size": ROWS, "learning_rate": 5e-3, "use_cpu": True,
         "save_strategy": "no", "report_to": "none", "lr_scheduler_type": "constant", "disable_tqdm": True,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(output_dir=str(where), **{**standard, **settings})
     return transformers.Trainer(
-        model=model, args=arguments, train_dataset=data, eval_dataset=eval_dataset, callbacks=list(callbacks)
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=eval_dataset,
+        callbacks=list(callbacks),
+        optimizers=optimizers,
     )
 
 
@@ -151,6 +160,52 @@ async def test_it_goes_on_from_a_checkpoint_with_the_runs_model(
         assert (done.global_step, watch.steps) == (9, 4)
         assert watch.as_the_run_at_first
         assert (await books_of(run, 1)).processed == 4 * ROWS * PREDICTIONS
+
+
+async def test_a_trainer_with_muon_goes_on_from_its_checkpoint(
+    run_url: str, run_name: str, folder: Path, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`accelerate` wraps the optimizer; nothing of it is taken for a copy of the parameters."""
+    where = {"save_strategy": "steps", "save_steps": 5}
+    momenta: list[dict[str, torch.Tensor]] = []
+
+    class Momenta(transformers.TrainerCallback):  # type: ignore[misc]
+        def note(self, optimizer: Any, model: Any) -> None:
+            kept = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in model.named_parameters()}
+            momenta.append({name: value.clone() for name, value in kept.items() if value is not None})
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.note(kwargs["optimizer"], kwargs["model"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.note(kwargs["optimizer"], kwargs["model"])
+
+    async with bench(run_url, spec_of(run_name)) as run:
+        for steps, resume in ((5, False), (9, True)):
+            model = load(folder)
+            callback = AnabranchCallback(run.url, name="w")
+            trainer = trainer_of(
+                model,
+                data,
+                tmp_path,
+                callback,
+                Momenta(),
+                max_steps=steps,
+                optimizers=(Muon.of(model), None),
+                **where,
+            )
+            done = await asyncio.to_thread(trainer.train, resume_from_checkpoint=resume)
+            assert done.global_step == steps
+            await books_of(run, int(resume))
+            await run.settle()
+            await run.command("resume")
+        assert run.state.counts.get("ledger mismatches", 0) == 0
+    begun, after, resumed, _ = momenta
+    assert not begun
+    assert len(after) == sum(p.ndim == 2 for p in load(folder).model.layers.parameters())
+    assert resumed.keys() == after.keys()
+    assert all(torch.equal(resumed[name], value) for name, value in after.items())
+    assert "copies" not in caplog.text
 
 
 async def test_the_learning_rate_may_follow_the_runs_tokens(

@@ -16,6 +16,7 @@ import torch
 import anabranch
 from anabranch.spec import RunSpec
 from anabranch.workers.island import Island, _Others, share_of
+from anabranch.workers.muon import Muon
 from anabranch.workers.session import Session
 from anabranch.workers.tensors import shapes
 from anabranch.workers.trains import Trains
@@ -113,14 +114,17 @@ async def test_running_averages_reach_all_ranks(run_url: str, run_name: str, ran
         assert zero["begun"] not in (zero["before"], one["before"])
 
 
-async def test_all_ranks_begin_with_a_peers_optimizer_state(run_url: str, run_name: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("muon", [False, True])
+async def test_all_ranks_begin_with_a_peers_optimizer_state(
+    run_url: str, run_name: str, ranks: Ranks, muon: bool
+) -> None:
     model = tiny(0)
-    optimizer = adamw(model)
+    optimizer = Muon.of(model) if muon else adamw(model)
     optimize(model, optimizer, steps=5)
     async with bench(run_url, spec_of(run_name)) as run, joined(run, "first", model, optimizer=optimizer) as giver:
         await warm_up(run, giver, model)
         async with stepping(giver):
-            results = await ranks.play("train", run_url, tokens=giver.tokens + 1, warm_start=True)
+            results = await ranks.play("train", run_url, tokens=giver.tokens + 1, warm_start=True, muon=muon)
         for result in results:
             assert result["moments at first"] == moments(model, optimizer)
             assert result["warmth at first"] == 1.0

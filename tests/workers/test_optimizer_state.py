@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load, save
 
 from anabranch.errors import StateUnusable
+from anabranch.workers.muon import Muon
 from anabranch.workers.optimizer_state import ABOUT, copy_state, load_state, pack
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -19,7 +20,13 @@ KINDS: dict[str, Make] = {
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "Muon": lambda p: Muon(muon_groups(p), lr=0.1),
 }
+
+
+def muon_groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, object]]:
+    """The first weight is a hidden matrix, the last one a head."""
+    return [{"params": parameters[:1], "matrices": True}, {"params": parameters[1:], "matrices": False}]
 
 
 def tiny() -> torch.nn.Sequential:
@@ -204,6 +211,54 @@ def test_this_is_refused(what: str) -> None:
 def test_a_state_of_our_own_is_not_replaced() -> None:
     with pytest.raises(StateUnusable, match="has a state of its own"):
         load_state(*warmed(), pack(copy_state(*warmed())))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("0.weight/momentum_buffer", lambda t: t * float("nan"), "momentum_buffer of '0.weight' is not finite"),
+        ("0.weight/momentum_buffer", lambda t: t[:2], r"has the shape \[2, 4\] instead of \[3, 4\]"),
+        ("2.weight/exp_avg_sq", lambda t: -t - 1, "exp_avg_sq of '2.weight' is below zero"),
+        ("2.bias/step", lambda t: t * 0, "step of '2.bias' is no count of steps"),
+    ],
+)
+def test_both_kinds_of_muons_state_are_checked(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    tensors = load(bytes(pack(copy_state(*warmed("Muon")))))
+    tensors[name] = change(tensors[name]).contiguous()
+    model, optimizer = made("Muon")
+    with pytest.raises(StateUnusable, match=words):
+        load_state(model, optimizer, memoryview(save(tensors)))
+    assert not optimizer.state
+
+
+def test_a_momentum_may_be_below_zero_and_has_no_count_of_steps() -> None:
+    giver, its = warmed("Muon")
+    state = load(bytes(pack(copy_state(giver, its))))
+    assert {name for name in state if name.startswith("0.weight")} == {"0.weight/momentum_buffer"}
+    assert bool((state["0.weight/momentum_buffer"] < 0).any())
+
+
+def test_a_muon_that_divides_the_model_otherwise_is_no_use() -> None:
+    model = tiny()
+    optimizer = Muon([p for p in model.parameters() if p.requires_grad], matrices=False)
+    with pytest.raises(StateUnusable, match="the peer keeps momentum_buffer, we exp_avg, exp_avg_sq, step"):
+        load_state(model, optimizer, pack(copy_state(*warmed("Muon"))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_averages_of_half_precision_arrive_as_they_are(dtype: torch.dtype) -> None:
+    models = [tiny().to(dtype) for _ in range(2)]
+    its, ours = (Muon(muon_groups([p for p in m.parameters() if p.requires_grad])) for m in models)
+    for parameter in models[0].parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3) if parameter.requires_grad else None
+    its.step()
+    load_state(models[1], ours, pack(copy_state(models[0], its)))
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        for key, value in its.state[one].items():
+            assert torch.equal(ours.state[other][key], value), key
+            assert ours.state[other][key].dtype == torch.float32
 
 
 def test_groups_decide_what_is_kept() -> None:

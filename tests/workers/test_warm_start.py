@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from anabranch.queue.url import RunUrl
 from anabranch.workers.member import warm_start
 from anabranch.workers.member.line import Line
 from anabranch.workers.member.warm_start import TRIES, WarmStart
+from anabranch.workers.muon import Muon
 from anabranch.workers.session import Session
 from tests.harness import Bench, bench
 from tests.wait import wait_until
@@ -69,9 +70,12 @@ async def warm_up(run: Bench, session: Session, model: torch.nn.Module) -> None:
     await wait_until(lambda: known(run) >= WARM_STEPS, "the run knows of its steps")
 
 
-async def test_a_joiner_begins_with_a_peers_optimizer_state(run_url: str, run_name: str) -> None:
+@pytest.mark.parametrize("make", [adamw, Muon.of])
+async def test_a_joiner_begins_with_a_peers_optimizer_state(
+    run_url: str, run_name: str, make: Callable[[torch.nn.Module], torch.optim.Optimizer]
+) -> None:
     first, second = tiny(1), tiny(2)
-    its, ours = adamw(first), adamw(second)
+    its, ours = make(first), make(second)
     optimize(first, its, steps=5)
     async with (
         bench(run_url, spec_of(run_name)) as run,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from anabranch.workers.batches import TokenBatch as TokenBatch
+from anabranch.workers.muon import Muon
 from anabranch.workers.shards import Shards
 from anabranch.workers.tasks.options import require
 
@@ -90,10 +91,14 @@ def continued(
     return text[len(tokens) :]
 
 
+OPTIMIZERS = ("adamw", "muon")
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """Options that the built-in tasks share: AdamW, with a cosine schedule over the tokens the run has merged."""
+    """Options that the built-in tasks share: the optimizer, a cosine schedule over the tokens the run has merged."""
 
+    optimizer: str  # `muon`: hidden matrices by Muon, the rest by AdamW
     learning_rate: float
     final_learning_rate: float
     warmup_tokens: int
@@ -103,6 +108,7 @@ class Recipe:
     weight_decay: float
 
     def __post_init__(self) -> None:
+        require(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
         for name in ("learning_rate", "final_learning_rate"):
             require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
         for name in ("beta1", "beta2"):
@@ -115,14 +121,17 @@ class Recipe:
         lengths = self.warmup_tokens, self.total_tokens
         return CosineSchedule(self.learning_rate, self.final_learning_rate, *lengths).at(global_tokens)
 
-    def adamw(self, model: torch.nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
-        """AdamW over what is trained; biases and norms' gains are not decayed."""
+    def build_optimizer(self, model: torch.nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+        """The one chosen, over what is trained; biases and norms' gains are not decayed. `fused` is AdamW's."""
+        rate, betas = self.rate(0), (self.beta1, self.beta2)
+        if self.optimizer == "muon":
+            return Muon.of(model, rate, weight_decay=self.weight_decay, betas=betas)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=self.rate(0), betas=(self.beta1, self.beta2), fused=fused)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class GPTConfig(Recipe):
     width: int = 128
     lookback: int = 3  # embeddings summed per position: this byte and the ones before it
     batch: int = 6
+    optimizer: str = "adamw"
     learning_rate: float = 2.5e-3
     final_learning_rate: float = 2.5e-4
     warmup_tokens: int = 15_000
@@ -146,8 +147,8 @@ class GPTTask:
         return GPT(self.config).to(device)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW; norms' gains are not decayed."""
-        return self.config.adamw(model, fused=True)
+        """AdamW or Muon; norms' gains are not decayed."""
+        return self.config.build_optimizer(model, fused=True)
 
     def batches(self, seed: int, worker: str) -> Iterator[TokenBatch]:
         """Random windows of the training text, drawn by a generator of (seed, worker)."""

@@ -53,6 +53,7 @@ class HFConfig(Recipe):
     checksum: str = ""  # of the model's folder; members with another one are refused. Empty: not compared
     context: int = 128  # inputs per window
     batch: int = 4  # windows per step
+    optimizer: str = "adamw"  # or muon
     learning_rate: float = 5e-5
     final_learning_rate: float = 5e-6
     warmup_tokens: int = 10_000
@@ -145,8 +146,8 @@ class HFTask:
         return adapted
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW over what is trained; biases and norms' gains are not decayed."""
-        return self.config.adamw(model)
+        """AdamW or Muon over what is trained; biases and norms' gains are not decayed."""
+        return self.config.build_optimizer(model)
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> torch.Tensor:
         """Mean cross entropy in nats per token."""
