@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -40,6 +41,19 @@ def loss_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
+def share_text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def is_well(member: dict[str, Any]) -> bool:
+    return member["condition"] == "live" and member["complaint"] is None
+
+
+def complaints(shown: dict[str, Any]) -> list[str]:
+    """What is wrong with members, a sentence each."""
+    return [member["complaint"] for member in shown.get("members", []) if member["complaint"] is not None]
+
+
 def summary_line(shown: dict[str, Any]) -> str:
     """How a run stands, in one line."""
     if not shown.get("fragments"):
@@ -56,23 +70,29 @@ def summary_line(shown: dict[str, Any]) -> str:
 
 
 async def report(picture: Callable[[], dict[str, Any]]) -> None:
-    """A line in the log for whatever phase a run comes to be in, and now and then for how it stands."""
+    """A line in the log for whatever phase a run comes to be in, now and then for how it stands, and once for a
+    member whose work is mostly in vain."""
     phase, said_at, said = "", 0.0, ""
+    wasted: set[int] = set()
     while True:
         shown, now = picture(), time.monotonic()
         line = summary_line(shown)
         if shown["phase"] != phase or (line != said and now - said_at >= SUMMARY_EVERY_S):
             phase, said_at, said = shown["phase"], now, line
             log.info("· %s", line)
+        found = {m["incarnation"]: m["complaint"] for m in shown.get("members", []) if m["complaint"] is not None}
+        for incarnation in found.keys() - wasted:
+            log.warning("%s", found[incarnation])
+        wasted |= found.keys()
         await asyncio.sleep(1.0)
 
 
 def members_table(members: list[dict[str, Any]], width: int) -> Table:
     """One row each; in a narrow terminal fewer columns instead of cut words."""
     wide = width >= NARROW
-    columns = ("member", "state", "steps", "step", "loss", "trained", "merged", "behind")
+    columns = ("member", "state", "steps", "step", "loss", "trained", "merged", "lately", "behind")
     table = Table(box=None, pad_edge=False)
-    for name in columns if wide else ("member", "state", "loss", "trained", "merged"):
+    for name in columns if wide else ("member", "state", "loss", "trained", "lately"):
         left = name in ("member", "state")
         table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
     for member in members:
@@ -80,10 +100,11 @@ def members_table(members: list[dict[str, Any]], width: int) -> Table:
         loss = loss_text(member["heldout_loss"] if evaluator else member["loss"])
         cells: dict[str, str | Text] = {
             "member": member["name"] + (f" ({member['label']})" if wide and member["label"] else ""),
-            "state": Text(member["condition"], style="green" if member["condition"] == "live" else "yellow"),
+            "state": Text(member["condition"], style="green" if is_well(member) else "yellow"),
             "loss": loss + (" held out" if wide and evaluator else ""),
         }
         if not evaluator:
+            cells["lately"] = share_text((member["lately"] or {}).get("merged"))
             cells["steps"], cells["step"] = str(member["steps"]), f"{member['step_s'] * 1000:.0f} ms"
             cells["trained"], cells["merged"] = quantity(member["processed"]), quantity(member["applied"])
             cells["behind"] = str(member["behind"])
@@ -218,6 +239,8 @@ def print_status(console: Console, shown: dict[str, Any]) -> None:
             highlight=False,
         )
     console.print(members_table(shown["members"], console.width))
+    for sentence in complaints(shown):
+        console.print(f"[yellow]![/] {escape(sentence)}", highlight=False)
     console.print(ledger_table(shown["ledger"], console.width))
     for event in shown.get("events", []):
         console.print(f"  {event['kind']:<10} {event['reason']}", highlight=False, markup=False)

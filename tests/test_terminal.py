@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from anabranch.orchestrator.core.view import LEDGER, ledger_rows, view
-from anabranch.terminal import DemoDisplay, DemoState, print_status, print_summary, summary_line
+from anabranch.terminal import DemoDisplay, DemoState, is_well, print_status, print_summary, summary_line
 from tests.orchestrator.bench import Bench, make_spec
 
 NAMES = ("laptop-of-ada", "gpu-box-with-a-long-name")
@@ -41,6 +41,17 @@ def test_no_word_is_cut_in_any_terminal(width: int, picture: dict[str, Any]) -> 
     assert all(column in text for column in LEDGER)
     assert "quorum 1/2" in text
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_whose_work_is_in_vain_is_not_green_and_a_sentence_says_what_to_do(picture: dict[str, Any]) -> None:
+    said = "of it 20% were merged lately: [set] workers.adoption"
+    members = [dict(member) for member in picture["members"]]
+    members[0] |= {"complaint": said, "lately": {"merged": 0.2, "rejected": 0.0, "discarded": 0.8}}
+    assert [is_well(member) for member in members[:2]] == [False, True]
+    console, out = printed(140)
+    print_status(console, {**picture, "members": members})
+    assert f"! {said}" in out.getvalue()
+    assert " 20% " in out.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 140])

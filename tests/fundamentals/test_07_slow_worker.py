@@ -62,5 +62,11 @@ async def test_a_step_longer_than_h_paced_steps_is_shown_and_not_waited_for(run_
             members = (await status(run.url)).get("members", [])
             return any(m["name"] == "glacier" and m["condition"] == "step too long for H" for m in members)
 
+        async def complained() -> bool:
+            members = (await status(run.url)).get("members", [])
+            [said, other] = [next((m for m in members if m["name"] == name), None) for name in ("glacier", "fast")]
+            return bool(said and other and "workers.adoption" in (said["complaint"] or "") and not other["complaint"])
+
         await wait_until(shown, "status says why the glacier is not called")
+        await wait_until(complained, "and that its work is in vain, and which setting changes that")
         await run.reach(max(run.versions()) + 3)

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
+from anabranch.orchestrator.core import lately
 from anabranch.orchestrator.web.app import PageOptions, serve_page
 from anabranch.queue.control import send_command
 from anabranch.spec import RunSpec
@@ -212,7 +213,9 @@ async def test_the_tape_can_be_filtered_and_held(browser: Browser, run_url: str,
             assert shown.complaints == []
 
 
-async def test_what_is_wrong_stands_out(browser: Browser, run_url: str, run_name: str) -> None:
+async def test_what_is_wrong_stands_out(
+    browser: Browser, run_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with bench(run_url, small(run_name)) as run:
         run.add("stays", Pace(step_s=0.01))
         dies = run.add("dies", Pace(step_s=0.01))
@@ -235,6 +238,9 @@ async def test_what_is_wrong_stands_out(browser: Browser, run_url: str, run_name
             await shown.until("#members tr[data-condition=gone]", "dies")
             await shown.until("#events li[data-level=bad]", "dies: no heartbeat")
             member = next(m for m in run.state.members.values() if m.name == "stays")
+            monkeypatch.setattr(lately, "shares", lambda _: {"merged": 0.1, "rejected": 0.2, "discarded": 0.7})
+            await shown.until("#members tr[data-wasted=true]", "10 %")
+            await shown.until("#complaints li", "of stays's tokens 10% were merged lately: 70% were discarded")
             member.account.add("applied", 0, 64)  # the books are wrong now
             await shown.until("#ledger tr[data-sum=wrong]", "✕ off by")
             await shown.until("#events li[data-level=bad]", "ledger mismatch")

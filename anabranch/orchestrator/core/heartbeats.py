@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anabranch.orchestrator.core import membership, opening, outcomes, policies, ranges, timelines
+from anabranch.orchestrator.core import lately, membership, opening, outcomes, policies, ranges, timelines
 from anabranch.orchestrator.core.grace import average
 from anabranch.orchestrator.core.instructions import Instruction, Note
 from anabranch.orchestrator.core.ledger import imbalance
@@ -67,6 +67,7 @@ def _take_figures(state: State, member: Member, said: Progress) -> Iterator[Inst
         member.learn(index, said.processed, discarded)
     if said.timeline == state.timeline:  # else it was told outcomes, and leased ranges, that are lost here
         member.adopted, member.held = said.adopted, said.held
+        lately.look(member, state)
         yield from check_books(state, member)
         yield from ranges.reported(state, member, said.leased, said.leases)
 

@@ -61,6 +61,7 @@ MEMBER_NOT_STORED = {
     "fetching": "its inbox entries are read again",
     "outcome_read": "before the last broadcast entry, all of them",
     "imbalances": "noted again",
+    "lately": "measured again",
     "state_from": "the joiner asks again",
 }
 

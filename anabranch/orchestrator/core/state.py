@@ -77,6 +77,15 @@ class DataQueue:
 
 
 @dataclass
+class Lately:
+    """What had become of a member's tokens at the ends of its last spans (`lately.py`), oldest first: applied,
+    rejected and discarded since it joined, parameter-weighted."""
+
+    ends: list[list[float]] = field(default_factory=list)
+    merges: int = 0  # of the run, when a span was looked for last
+
+
+@dataclass
 class Member:
     """One incarnation."""
 
@@ -101,6 +110,7 @@ class Member:
     outcome_read: dict[int, int] = field(default_factory=dict)  # fragment: broadcast number of its last outcome
     imbalances: dict[int, int] = field(default_factory=dict)  # fragment: ledger mismatch last noted
     last_round: int = 0  # last merged round it took part in
+    lately: Lately = field(default_factory=Lately)  # what became of its newest tokens
     leases: dict[int, LeasedRange] = field(default_factory=dict)  # by number
     wants: int = 0  # ranges it asked for and that were not there
     state_from: int = 0  # incarnation that was asked for its optimizer state on this one's behalf
@@ -147,7 +157,7 @@ class Member:
     def size_for(self, fragments: int) -> None:
         """The run has so many fragments; nothing of it is held yet."""
         self.account = Account.empty(fragments)
-        self.report = None
+        self.report, self.lately = None, Lately()
         self.adopted, self.held, self.known = [-1] * fragments, [0] * fragments, [(0, 0)] * fragments
 
     def remember(self, fragment: int, outcome: Outcome) -> None:
@@ -294,6 +304,11 @@ class State:
     @property
     def sizes(self) -> list[int]:
         return [fragment.size for fragment in self.fragments]
+
+    @property
+    def merges(self) -> int:
+        """Rounds that were merged, of all fragments."""
+        return self.counts.get("all arrived", 0) + self.counts.get("grace expired", 0)
 
     @property
     def tokens(self) -> int:

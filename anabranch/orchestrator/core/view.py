@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anabranch.orchestrator.core import policies
+from anabranch.orchestrator.core import lately, policies
 from anabranch.orchestrator.core.ledger import weighted
 from anabranch.orchestrator.core.state import Departed, Member, Round, State
 from anabranch.queue.messages import Progress
@@ -159,6 +159,8 @@ def _member(state: State, member: Member, now: float, longest_s: float) -> dict[
         "steps": member.steps,
         "step_s": member.step_s,
         "loss": member.loss,
+        "lately": lately.shares(member),
+        "complaint": lately.complaint(member, state.spec.workers.adoption),
         "heldout_loss": said.heldout_loss if said is not None and not member.is_worker else None,
         "last_round": member.last_round,
         "behind": max(behind, default=0),

@@ -43,7 +43,7 @@ function flash(node) {
 // --- members ----------------------------------------------------------------------------------------------
 
 export function drawMembers(s) {
-  const rank = (m) => (["stuck", "gone"].includes(m.condition) ? 0 : m.role === "worker" ? 1 : 2); // trouble first
+  const rank = (m) => (["stuck", "gone"].includes(m.condition) || m.complaint ? 0 : m.role === "worker" ? 1 : 2); // trouble first
   const here = [...(s.members ?? [])].sort((a, b) => rank(a) - rank(b));
   const present = new Set(here.map((m) => m.name));
   const past = new Map(); // the last incarnation of every name that is not here
@@ -58,6 +58,9 @@ export function drawMembers(s) {
     .map((condition) => [condition, [...here, ...departed].filter((m) => m.condition === condition).length])
     .filter(([, n]) => n).map(([condition, n]) => `${n} ${condition}`);
   text($("members-note"), tally.join(", "));
+  const complaining = here.filter((m) => m.complaint);
+  keyed($("complaints"), complaining, (m) => m.incarnation, () => make("li", { class: "isolate" }), (item, m) => text(item, m.complaint));
+  $("complaints").hidden = complaining.length === 0;
 }
 
 const cell = (label, options = {}) => make("td", { role: "cell", "data-label": label, ...options });
@@ -67,11 +70,11 @@ function makeMember() {
   return make("tr", { role: "row" },
     make("th", { role: "rowheader", scope: "row" }, make("span", { class: "name isolate" }), make("span", { class: "label isolate muted" })),
     cell("Condition", { class: "condition" }), number("Steps"), number("Step time"), number("Loss"), number("Tokens"),
-    number("Behind"), number("Last round"), number("Heard"));
+    number("Merged lately"), number("Behind"), number("Last round"), number("Heard"));
 }
 
 function updateMember(row, m, heartbeat) {
-  const [who, condition, steps, step, trained, tokens, behind, round, heard] = row.children;
+  const [who, condition, steps, step, trained, tokens, lately, behind, round, heard] = row.children;
   const worker = m.role === "worker";
   text(who.children[0], m.name);
   text(who.children[1], [worker ? "" : m.role, m.label, m.device].filter(Boolean).join(" · "));
@@ -85,10 +88,22 @@ function updateMember(row, m, heartbeat) {
   text(step, worker && m.step_s > 0 ? duration(m.step_s) : "–");
   text(trained, worker ? loss(m.loss) : `${loss(m.heldout_loss)}${m.heldout_loss == null ? "" : " held-out"}`);
   text(tokens, worker ? count(Math.round(m.processed)) : "–");
+  drawLately(lately, m);
+  attr(row, "data-wasted", Boolean(m.complaint));
   text(behind, m.over ? "–" : m.behind ? plural(m.behind, "version") : "current");
   attr(behind, "data-zero", !m.behind);
   text(round, m.last_round ? whole(m.last_round) : "–");
   text(heard, m.over ? "books closed" : m.seen_s < 1.5 * heartbeat ? "now" : `${duration(m.seen_s)} ago`);
+}
+
+/** Which share of its newest tokens was merged; what became of the others, and what to do about it, in the tooltip. */
+function drawLately(cell, m) {
+  const share = (part) => `${Math.round(100 * m.lately[part])} %`;
+  text(cell, m.lately ? share("merged") : "–");
+  attr(cell, "data-zero", !m.lately);
+  attr(cell, "title", m.complaint ?? (m.lately
+    ? `of the tokens of its last cycles ${share("merged")} were merged, ${share("rejected")} rejected, ${share("discarded")} discarded`
+    : m.role === "worker" && !m.over ? "not known before its first cycle is over" : ""));
 }
 
 // --- ledger -----------------------------------------------------------------------------------------------
