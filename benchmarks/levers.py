@@ -8,10 +8,11 @@
 | `end` | the outer learning rate falls linearly to this factor at the end of the run |
 | `slow` | a worker's inner learning rate times (1 / speed) to this power |
 | `rho` | norm of a merged tensor between the average's (0) and the radial one (1), geometrically; all tensors |
+| `lean` | its direction between the radial one (0) and the average's (1): Σ w ∣d∣^lean φ(d) |
+| `momenta` | on adoption this share of the inner momentum is the average over those who were merged |
 | `agree` | each coordinate of the merged direction times its workers' agreement, ∣Σwφ∣ / √Σwφ², to this power |
 | `beta1`, `beta2` | of the inner AdamW |
 | `forget` | on adoption a fragment's inner momentum is multiplied with this |
-| `later`, `from` | H becomes this at that share of the run, as by `anabranch set rounds.inner_steps` |
 | `ema` | the judged model is an exponential average over versions with this factor |
 """
 
@@ -25,11 +26,10 @@ from anabranch.merge.fragments import Fragment, Layout
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.model import Float32
 from anabranch.orchestrator.core import instructions as do
-from anabranch.orchestrator.core.events import Heard
 from anabranch.queue import messages
 from anabranch.workers.tasks.gpt import GPT
 from anabranch.workers.torch_store import TorchStore
-from benchmarks.virtual import World
+from benchmarks.virtual import LATENCY, Trainer, World
 
 
 def parse(text: str) -> dict[str, float]:
@@ -48,6 +48,19 @@ def agreed(fragment: Fragment, deltas: list[Float32], weights: list[float], powe
         mean, square = shares @ units, shares @ units**2
         direction = mean * (np.abs(mean) / np.sqrt(np.maximum(square, 1e-60))) ** power
         merged[start:stop] = direction * (shares @ norms / max(float(np.linalg.norm(direction)), 1e-30))
+    return merged
+
+
+def between(fragment: Fragment, deltas: list[Float32], weights: list[float], lean: float, rho: float) -> Float32:
+    """Between the average (lean 1, rho 0) and radial (lean 0, rho 1): in direction, and geometrically in norm."""
+    shares = np.array(weights) / sum(weights)
+    merged = np.zeros(fragment.size, np.float32)
+    for _, start, stop in fragment.segments:
+        part = np.stack([delta[start:stop] for delta in deltas])
+        norms = np.maximum(np.linalg.norm(part, axis=1), 1e-30)
+        direction = (shares * norms ** (lean - 1)) @ part
+        norm = (shares @ norms) ** rho * np.linalg.norm(shares @ part) ** (1 - rho)
+        merged[start:stop] = direction * (norm / max(float(np.linalg.norm(direction)), 1e-30))
     return merged
 
 
@@ -70,17 +83,11 @@ class LeverWorld(World):
 
     levers: dict[str, float]
     _averages: list[Float32]
+    _momenta: dict[int, list[torch.Tensor | None]]
 
     def __post_init__(self) -> None:
-        self.levers, self._averages = {}, []
+        self.levers, self._averages, self._momenta = {}, [], {}
         super().__post_init__()
-
-    def run(self) -> None:
-        if later := self.levers.get("later"):
-            key, value = "rounds.inner_steps", int(later)
-            change = messages.Command(id="00" * 4, action="set", key=key, value=value, by="levers")
-            self.engine.later(self.levers.get("from", 0.25) * self.end, Heard("", self._entry(), change))
-        super().run()
 
     @property
     def _share(self) -> float:
@@ -96,15 +103,8 @@ class LeverWorld(World):
         gradient = merge_fragment(fragment, deltas, weights, rules)
         if power := self.levers.get("agree", 0.0):
             gradient = agreed(fragment, deltas, weights, power)
-        if (rho := self.levers.get("rho")) is not None:
-            radial = merge_fragment(fragment, deltas, weights, MergeRules(embedding="radial"))
-            average = merge_fragment(fragment, deltas, weights, MergeRules(matrix="average"))
-            assert radial is not None
-            assert average is not None
-            gradient = radial
-            for _, start, stop in fragment.segments:
-                short, long = float(np.linalg.norm(average[start:stop])), float(np.linalg.norm(radial[start:stop]))
-                gradient[start:stop] *= (short / max(long, 1e-30)) ** (1 - rho)
+        if "rho" in self.levers or "lean" in self.levers:
+            gradient = between(fragment, deltas, weights, self.levers.get("lean", 0.0), self.levers.get("rho", 1.0))
         assert gradient is not None
         return gradient
 
@@ -114,14 +114,48 @@ class LeverWorld(World):
         factor *= 1 + (end - 1) * self._share
         return OuterOptimizer(self._outer.lr * factor, self._outer.momentum)
 
+    def _merge(self, order: do.Merge) -> None:
+        super()._merge(order)
+        if "momenta" in self.levers:
+            weights = {offer.message.incarnation: weight for offer, weight in order.parts}
+            merged = [(w.trainer, weights[w.incarnation]) for w in self.workers if w.incarnation in weights]
+            self._momenta[order.round] = average_momentum(order.fragment, merged)
+
     def judged(self) -> list[Float32]:
         return self._averages or self.theta
 
     def _commit(self, merged: messages.Merged) -> None:
         super()._commit(merged)
+        if (momenta := self._momenta.pop(merged.round, None)) is not None:
+            share = self.levers["momenta"]
+            self.engine.at(self.now + LATENCY, lambda: self._pass_on(merged.fragment, momenta, share))
         keep = self.levers.get("ema", 0.0)
         if keep:
             if not self._averages:
                 self._averages = [theta.copy() for theta in self.theta]
             old, new = self._averages[merged.fragment], self.theta[merged.fragment]
             self._averages[merged.fragment] = (keep * old + (1 - keep) * new).astype(new.dtype)
+
+    def _pass_on(self, fragment: int, momenta: list[torch.Tensor | None], share: float) -> None:
+        for worker in self.workers:
+            for own, merged in zip(momenta_of(fragment, worker.trainer), momenta, strict=True):
+                if own is not None and merged is not None:
+                    own.lerp_(merged, share)
+
+
+def momenta_of(fragment: int, trainer: Trainer) -> list[torch.Tensor | None]:
+    """The first moment that AdamW or Muon keeps of each tensor of a fragment."""
+    assert isinstance(trainer.store, TorchStore)
+    states = [trainer.optimizer.state.get(parameter, {}) for _, parameter, _, _ in trainer.store._parts[fragment]]  # type: ignore[attr-defined]
+    return [state.get("exp_avg", state.get("momentum_buffer")) for state in states]
+
+
+def average_momentum(fragment: int, merged: list[tuple[Trainer, float]]) -> list[torch.Tensor | None]:
+    total = sum(weight for _, weight in merged)
+    columns = zip(*(momenta_of(fragment, trainer) for trainer, _ in merged), strict=True)
+    weights = [weight / total for _, weight in merged]
+    found: list[torch.Tensor | None] = []
+    for column in columns:
+        parts = [weight * tensor for weight, tensor in zip(weights, column, strict=True) if tensor is not None]
+        found.append(torch.stack(parts).sum(0) if len(parts) == len(weights) else None)
+    return found

@@ -1,4 +1,4 @@
-"""docs/quality.svg: held-out loss over virtual time, and each variant's distance from synchronous training."""
+"""docs/quality.svg: held-out loss over virtual time, and how far variants are from balanced synchronous training."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 
-from benchmarks.quality_report import Group, Record, baseline, excess, groups, label
+from benchmarks.quality_report import Group, Record, baseline, excess, groups, interval, label
 
 WIDTH, PANEL, TOP, ROW = 1100, 430, 46, 18
-COLORS = {"sync_dp": "#555555", "fastest_alone": "#d08a1d", "decoupled": "#1f6fb2"}
+COLORS = {"sync_dp": "#999999", "sync_balanced": "#555555", "fastest_alone": "#d08a1d", "decoupled": "#1f6fb2"}
 CALLED = {
-    "sync_dp": "synchronous, 4 workers",
+    "sync_dp": "synchronous, equal batches",
+    "sync_balanced": "synchronous, balanced",
     "fastest_alone": "fastest worker alone",
-    "decoupled": "decoupled, base",
+    "decoupled": "decoupled, as shipped",
 }
 Scale = Callable[[float], float]
 
@@ -22,11 +23,11 @@ def plot(records: Sequence[Record], base: Record) -> str:
     """One SVG of two panels."""
     all_groups = groups(records)
     rows = [
-        (label(group.first, base), excess(group, baseline(all_groups, group, "sync_dp")))
+        (label(group.first, base), excess(group, baseline(all_groups, group, "sync_balanced")))
         for group in all_groups
         if group.first["config"] in ("decoupled", "fastest_alone")
     ]
-    rows = [(name, values) for name, values in rows if values]
+    rows = [(name, values) for name, values in rows if len(values) > 1]  # of one there is no interval
     height = max(420, TOP + ROW * len(rows) + 50)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
@@ -46,7 +47,7 @@ def _main_groups(all_groups: Sequence[Group], base: Record) -> list[Group]:
         for group in all_groups
         if group.first["config"] in COLORS
         and group.first["speeds"] == base["speeds"]
-        and label(group.first, base) in ("decoupled, base", "synchronous data-parallel", "fastest worker alone")
+        and ":" not in label(group.first, base)
     ]
 
 
@@ -103,19 +104,19 @@ def _distances(rows: Sequence[tuple[str, list[float]]]) -> list[str]:
         return left + (right - left) * (percent - lowest) / (highest - lowest)
 
     bottom = TOP + ROW * len(rows)
-    parts = [_text(left, 24, "Held-out loss above synchronous training, %", "middle", 14)]
+    parts = [_text(left, 24, "Held-out loss above balanced synchronous training, %", "middle", 14)]
     tick = max(1, round((highest - lowest) / 6))
     for percent in range(int(lowest), int(highest) + 1, tick):
         parts.append(_line(x(percent), TOP - 6, x(percent), bottom, "#999" if percent == 0 else "#e5e5e5"))
         parts.append(_text(x(percent), bottom + 16, f"{percent:+d}" if percent else "0", "middle"))
     for number, (name, values) in enumerate(rows):
         at = TOP + ROW * number + 8
-        mean = statistics.fmean(values)
+        mean, half = statistics.fmean(values), interval(values)
         parts.append(_text(left - 12, at + 4, name.removeprefix("decoupled: "), "end"))
-        parts.append(_line(x(min(values)), at, x(max(values)), at, COLORS["decoupled"], 2))
+        parts.append(_line(x(mean - half), at, x(mean + half), at, COLORS["decoupled"], 2))
         color = COLORS["fastest_alone" if name.startswith("fastest") else "decoupled"]
         parts.append(f'<circle cx="{x(mean):.1f}" cy="{at}" r="4" fill="{color}"/>')
-    parts.append(_text(right, bottom + 34, "dots: mean over seeds; lines: their range", "end"))
+    parts.append(_text(right, bottom + 34, "dots: mean over seeds; lines: 95 % interval of it", "end"))
     return parts
 
 

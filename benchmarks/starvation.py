@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.merge.fragments import TensorSpec, plan_layout
-from anabranch.orchestrator.core.ledger import weighted
 from anabranch.spec import parse_spec
 from anabranch.workers.member.synthetic import NumpyStore
 from benchmarks import machine
@@ -63,18 +62,11 @@ def run(slower: int, inner_steps: int, fragments: int, workers: Mapping[str, Any
     world.finish()
     if world.notes:
         raise AssertionError(f"the books do not add up: {world.notes[:3]}")
-    fast, slow = (shares(world, index) for index in range(2))
+    fast, slow = (round(world.share_of(worker), 4) for worker in world.workers)
     return {
         "slower": slower, "H": inner_steps, "P": fragments, **workers, "merged_share": slow,
         "fast_merged_share": fast, "rounds_share": round(sum(rounds) / max(1, len(rounds)), 4), "rounds": len(rounds),
     }  # fmt: skip
-
-
-def shares(world: World, index: int) -> float:
-    """Of one worker's tokens those that were merged, parameter-weighted."""
-    worker = world.workers[index]
-    member = world.state.members[worker.incarnation]
-    return round(weighted(member.account.applied, world.state.sizes) / max(1, worker.books.processed), 4)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

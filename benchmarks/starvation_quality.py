@@ -10,12 +10,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anabranch.spec import RunSpec, parse_spec
-from benchmarks import machine, quality
+from benchmarks import machine, quality_runs
+from benchmarks.quality_runs import UNEQUAL, Config
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "starvation_quality.json"
 SLOW = 1 / 16
@@ -23,28 +22,16 @@ SET_UPS: dict[str, tuple[tuple[float, ...], int]] = {  # speeds, H
     "fast alone": ((1.0,), 24),
     "fast + 1/16": ((1.0, SLOW), 24),
     "fast + 4 x 1/16": ((1.0, *(SLOW,) * 4), 24),
-    "base": (quality.UNEQUAL[4], 24),
-    "h8": (quality.UNEQUAL[4], 8),
+    "base": (UNEQUAL[4], 24),
+    "h8": (UNEQUAL[4], 8),
 }
 POLICIES = (("overwrite", 0.0), ("rebase", 0.1), ("rebase", 0.0))
-
-
-@dataclass(frozen=True)
-class Config(quality.Config):
-    """With the share of unmerged work from which on `rebase` carries it."""
-
-    rebase_above: float = 0.0
-
-    def spec(self) -> RunSpec:
-        described = super().spec().model_dump()
-        described["workers"]["rebase_above"] = self.rebase_above
-        return parse_spec(described)
 
 
 def run(set_up: str, adoption: str, above: float, seed: int, steps: int) -> dict[str, Any]:
     speeds, inner_steps = SET_UPS[set_up]
     config = Config(speeds=speeds, H=inner_steps, P=8, adoption=adoption, rebase_above=above, seed=seed, steps=steps)
-    record = quality.run(config)
+    record = quality_runs.run(config)
     return {
         "set_up": set_up, "adoption": adoption, "rebase_above": above, "workers": len(speeds), "H": inner_steps,
         "P": 8, "steps": steps, "seed": seed, "heldout_loss": round(record["heldout_loss"], 4),

@@ -300,6 +300,11 @@ class World:
         sizes, members = self.state.sizes, self.state.members.values()
         return sum(weighted(member.account.applied, sizes) for member in members) / max(1, self.processed)
 
+    def share_of(self, worker: Worker) -> float:
+        """The same, of one worker's tokens."""
+        account = self.state.members[worker.incarnation].account
+        return weighted(account.applied, self.state.sizes) / max(1, worker.books.processed)
+
 
 def _digest(theta: Float32) -> bytes:
     return hashlib.sha256(theta.data).digest()
