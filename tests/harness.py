@@ -115,6 +115,7 @@ class Bench:
         )
 
     def tape(self, kind: str) -> list[dict[str, Any]]:
+        """What is stored of it. `state` is ahead: who waits for something there may not find it here yet."""
         return [event for event in self.synchronizer.tape.recent if event["kind"] == kind]
 
     def theta(self, fragment: int) -> Float32:

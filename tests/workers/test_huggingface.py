@@ -102,7 +102,7 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 async def books_of(run: Bench, number: int = 0) -> Any:
-    await wait_until(lambda: len(run.state.departed) > number, "its books are closed")
+    await wait_until(lambda: len(run.tape("closed")) > number, "its books are closed")  # the tape is what is stored
     return run.state.departed[number]
 
 
