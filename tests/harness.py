@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32
+from anabranch.orchestrator.core.port import Core
 from anabranch.orchestrator.core.state import State
 from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.queue import messages
@@ -60,10 +61,14 @@ class Bench:
         self._group = group
 
     @property
-    def state(self) -> State:
+    def core(self) -> Core:
         core = self.synchronizer.core
         assert core is not None
-        return core.state
+        return core
+
+    @property
+    def state(self) -> State:
+        return self.core.state
 
     def add(self, name: str, pace: Pace | None = None, **options: Any) -> SyntheticWorker:
         """Start a synthetic worker."""
@@ -113,6 +118,7 @@ class Bench:
             lambda: newest.items() <= {(m["fragment"], m["version"]) for m in self.tape("merged")},
             "commits are stored",
         )
+        await wait_until(lambda: self.core._out is None, "and what was decided with them")
 
     def tape(self, kind: str) -> list[dict[str, Any]]:
         """What is stored of it. `state` is ahead: who waits for something there may not find it here yet."""
