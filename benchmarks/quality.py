@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.quality_plot import plot
 from benchmarks.quality_report import machine_of, rewrite, table, targets
-from benchmarks.quality_runs import UNEQUAL, Config, has_twin, of_twin, run
+from benchmarks.quality_runs import UNEQUAL, Config, of_twin, run, twin_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS / "results" / "quality.jsonl"
@@ -36,8 +36,9 @@ def run_all(configs: list[Config], path: Path, processes: int = 1) -> None:
     """Run what is missing, `processes` at a time, and keep each as soon as it is there."""
     known = {record["key"] for record in done(path)}
     missing = [config for config in configs if config.key not in known]
-    twins = {config.key for config in configs if config.config == "sync_dp"}
-    runs = [c for c in missing if not (has_twin(c) and replace(c, config="sync_dp").key in twins | known)]
+    wanted = known | {config.key for config in configs}
+    twins = {config.key: twin_of(config) for config in missing}
+    runs = [c for c in missing if (same := twins[c.key]) is None or same.key not in wanted]
     began = time.monotonic()
     for number, (config, record) in enumerate(_finished(runs, processes), start=1):
         _keep(record, path)
@@ -70,6 +71,7 @@ def _show(share: float, loss: float) -> None:
     sys.stderr.write(f"\r{share:4.0%}: {loss:.4f}")
 
 
+MEASURED_H = (8, 24, 100, 300)  # of which benchmarks/link_speed.py makes a function of H
 FRESH = range(100, 106)  # never used to choose anything
 
 
@@ -88,14 +90,15 @@ def official() -> list[Config]:
     return [
         *against(6, *fair, "single"),
         *(c for rate in (2e-3, 4.5e-3) for c in seeds(3, config="fastest_alone", inner_lr=rate)),
-        *against(6, "sync_dp", "sync_balanced", speeds=(1.0,) * 8),
+        *against(6, *fair, speeds=(1.0,) * 8),
         *against(6, *fair, inner=other),
         *against(3, *fair, size="large"),
         *(c for speeds in ((1.0,), (1.0, 1 / 16), (1.0, *(1 / 16,) * 4)) for c in seeds(6, speeds=speeds)),
         *against(3, *fair, speeds=(1.0,) * 4, batches=(8, 4, 2, 2)),
         *against(3, *fair, batch=4),
         *(c for fragments in (1, 24) for c in seeds(3, P=fragments)),
-        *(c for steps in (8, 24, 100) if steps != base.H for c in seeds(3, H=steps)),
+        *(c for steps in MEASURED_H if steps != base.H for c in seeds(3, H=steps)),
+        *(c for steps in MEASURED_H if steps != base.H for c in seeds(3, H=steps, speeds=(1.0,) * 8)),
         *seeds(3, adoption="overwrite" if base.adoption != "overwrite" else "rebase"),
         *seeds(3, merge="average", embedding="average"),
         *seeds(3, embedding="average"),

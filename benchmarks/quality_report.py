@@ -21,7 +21,6 @@ FACTORS = (
 )  # fmt: skip
 SETUP = ("codec", "inner", "inner_lr", "floor", "batch", "size")
 SAME_SETUP = ("speeds", "batches", "inner", "floor", "batch", "size", "steps")  # of a baseline
-BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 NAMES = {
     "sync_dp": "synchronous",
     "sync_balanced": "synchronous, balanced",
@@ -114,6 +113,12 @@ def reach(record: Record, loss: float) -> float | None:
     return None
 
 
+def mean_reach(group: Group, loss: float) -> float:
+    """Mean over seeds of when a run was at `loss`; infinite if one of them never was."""
+    times = [reach(record, loss) for record in group.records]
+    return statistics.fmean(math.inf if time is None else time for time in times)
+
+
 def label(record: Record, base: Record) -> str:
     """What is special about a run."""
     name, ours = NAMES[record["config"]], record["config"] == "decoupled"
@@ -151,13 +156,14 @@ def table(records: Sequence[Record], base: Record) -> str:
     return "\n".join(lines)
 
 
-def rewrite(path: Path, text: str) -> None:
-    """Put `text` between the markers; at the end of the file if it has none."""
+def rewrite(path: Path, text: str, name: str = "quality") -> None:
+    """Put `text` between a file's markers of this name; at its end if it has none."""
     old = path.read_text()
-    block = f"{BEGIN}\n{text}\n{END}"
-    if BEGIN in old and END in old:
-        before, _, rest = old.partition(BEGIN)
-        path.write_text(before + block + rest.partition(END)[2])
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    block = f"{begin}\n{text}\n{end}"
+    if begin in old and end in old:
+        before, _, rest = old.partition(begin)
+        path.write_text(before + block + rest.partition(end)[2])
     else:
         path.write_text(old.rstrip() + "\n\n" + block + "\n")
 

@@ -266,26 +266,32 @@ def run(config: Config, show: Show = lambda share, loss: None) -> dict[str, Any]
     return record
 
 
+def twin_of(config: Config) -> Config | None:
+    """Another configuration with the same gradients: `single` computes the mean over all batches, too, so only its
+    time differs from sync_dp's; where nobody is slower, `sync_balanced` is `sync_dp`; the fastest worker alone has no
+    use of the others' speeds."""
+    twin = config
+    if config.config == "single" or (config.config == "sync_balanced" and set(config.speeds) == {1.0}):
+        twin = replace(config, config="sync_dp")
+    elif config.config == "fastest_alone":
+        twin = replace(config, speeds=Config.speeds, batches=(), batch=config.windows[0])
+    return None if twin == config else twin
+
+
 def of_twin(config: Config, records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """`single` has sync_dp's gradients (the mean over all batches), so only its time differs; and where nobody is
-    slower, `sync_balanced` is `sync_dp`."""
-    if not has_twin(config):
+    """Its record from the one of its twin, if that is there."""
+    if (twin := twin_of(config)) is None:
         return None
-    twin = replace(config, config="sync_dp").key
-    if (found := next((record for record in records if record["key"] == twin), None)) is None:
+    if (found := next((record for record in records if record["key"] == twin.key), None)) is None:
         return None
-    factor = 1.0
-    if config.config == "single":
-        factor = sum(config.windows) / config.windows[0] * min(config.speeds)
+    factor = sum(config.windows) / config.windows[0] * min(config.speeds) if config.config == "single" else 1.0
     return {
         **found,
-        "config": config.config,
+        **asdict(config),
+        "workers": len(config.speeds),
+        "default": config.is_shipped,
         "curve": [[tokens, factor * now, loss] for tokens, now, loss in found["curve"]],
         "virtual_time": factor * found["virtual_time"],
         "seconds": 0.0,
         "key": config.key,
     }
-
-
-def has_twin(config: Config) -> bool:
-    return config.config == "single" or (config.config == "sync_balanced" and set(config.speeds) == {1.0})

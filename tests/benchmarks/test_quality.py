@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import quality, quality_runs
 from benchmarks.quality_plot import plot
-from benchmarks.quality_report import BEGIN, END, baseline, excess, groups, interval, reach, rewrite, table, targets
+from benchmarks.quality_report import baseline, excess, groups, interval, reach, rewrite, table, targets
 from benchmarks.quality_runs import Config
 
 SHORT = Config(steps=16, H=8, P=4, seed=3)
@@ -21,12 +21,6 @@ FIELDS = {
     "outer_momentum", "inner", "codec", "seed", "tokens", "virtual_time", "heldout_loss", "heldout_windows", "curve",
     "merged_share", "default",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality_runs, "POINTS", 2)
-    monkeypatch.setattr(quality_runs, "HELDOUT_WINDOWS", 32)
 
 
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
@@ -204,4 +198,6 @@ def test_the_report_replaces_its_own_part_of_a_page_only(tmp_path: Path) -> None
     rewrite(page, "one")
     page.write_text(page.read_text() + "after\n")
     rewrite(page, "two")
-    assert page.read_text() == f"# Experiments\n\nbefore\n\n{BEGIN}\ntwo\n{END}\nafter\n"
+    assert (
+        page.read_text() == "# Experiments\n\nbefore\n\n<!-- quality: begin -->\ntwo\n<!-- quality: end -->\nafter\n"
+    )
