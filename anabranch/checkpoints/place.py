@@ -147,11 +147,12 @@ class Folder:
             except (FileExistsError, FileNotFoundError):  # another writer was faster, or swept before we had the lock
                 continue
             taken = any(number_of(name) >= number for name in self.names())  # renamed since we looked
-            if _locked(lock) is not False and _is(temporary, lock) and not taken:
+            ours = _locked(lock) is not False and _is(temporary, lock)
+            if ours and not taken:
                 return number, temporary, lock
+            if ours:
+                shutil.rmtree(temporary, ignore_errors=True)  # under our lock: the name may be another writer's next
             os.close(lock)
-            if taken:
-                shutil.rmtree(temporary, ignore_errors=True)
 
     def _sweep(self) -> None:
         """Remove what writers left that died in the middle."""
@@ -161,7 +162,7 @@ class Folder:
             with suppress(FileNotFoundError, NotADirectoryError):
                 lock = os.open(self._path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
-                    if _locked(lock):
+                    if _locked(lock) and _is(self._path / name, lock):  # else swept meanwhile, the name another's
                         log.info("removing %s, which was never finished", self._path / name)
                         shutil.rmtree(self._path / name, ignore_errors=True)
                 finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -89,6 +90,24 @@ def test_a_dead_writers_leftover_goes_at_the_next_save(tmp_path: Path) -> None:
     (tmp_path / ".00000007.partial" / "theta.safetensors").write_bytes(b"half")
     put(Folder(tmp_path), MANIFEST)
     assert [p.name for p in tmp_path.iterdir()] == ["00000001-0-a"]
+
+
+def test_a_leftover_that_another_swept_meanwhile_is_not_swept_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our open and our lock it went, and its name is the folder of somebody who writes now."""
+    (tmp_path / ".00000007.partial").mkdir()
+    flock = fcntl.flock
+
+    def overtaken(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / ".00000007.partial").rmdir()
+        (tmp_path / ".00000007.partial").mkdir()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr("fcntl.flock", overtaken)
+    put(Folder(tmp_path), MANIFEST)
+    assert (tmp_path / ".00000007.partial").is_dir()
 
 
 def test_writers_at_the_same_time_get_numbers_of_their_own(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, registration.Registr
 def test_it_is_looked_at_for_some_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, asks = asking(monkeypatch)
     heard = 0
-    while not asks._is_final(refused()):
+    while not asks._is_final(refused(), b"1:a"):
         clock.now += HEARTBEAT_S
         heard += 1
     assert heard == registration.REFUSED_HEARTBEATS + 1
@@ -47,11 +47,20 @@ def test_it_is_looked_at_for_some_heartbeats(monkeypatch: pytest.MonkeyPatch) ->
 def test_time_in_which_nothing_was_heard_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that slept, or an outage: its former self did not age meanwhile, either."""
     clock, asks = asking(monkeypatch)
-    assert not asks._is_final(refused())
+    assert not asks._is_final(refused(), b"1:a")
     clock.now += 8 * 3600
-    assert not asks._is_final(refused())
+    assert not asks._is_final(refused(), b"1:a")
+
+
+def test_a_new_term_begins_to_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaders that die one after the other: the former self of who knocks ages with none of them."""
+    clock, asks = asking(monkeypatch)
+    for term in range(50):
+        for _ in range(3):
+            assert not asks._is_final(refused(), b"%d:a" % term)
+            clock.now += HEARTBEAT_S
 
 
 def test_one_that_cannot_pass_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asks = asking(monkeypatch)
-    assert asks._is_final(refused(retry=False))
+    assert asks._is_final(refused(retry=False), b"1:a")

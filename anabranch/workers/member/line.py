@@ -84,5 +84,9 @@ class Line:
         """Where the broadcast ends at the moment."""
         return await self.persist(lambda: last_id(self.redis, self.keys.broadcast), "read the run")
 
+    async def term(self) -> bytes | None:
+        """Which term of which synchronizer it is: another answer means that another term began."""
+        return await self.persist(lambda: self.redis.get(self.keys.epoch), "read the run")
+
     async def read_run(self) -> RunRecord | None:
         return await self.persist(lambda: read_run(self.redis, self.keys), "read the run")

@@ -60,10 +60,12 @@ class Registration:
         self._heartbeat_s = record.spec.workers.heartbeat_s
         self._refused_at: float | None = None
         self._refused_s = 0.0
+        self._refused_by: bytes | None = None
 
     async def answer(self) -> Admission | messages.Stop:
         """What the synchronizer says to it. A refusal that may pass is waited for a while: whoever was killed and
-        started again under its name has to outlive its former self, which ages only while somebody leads.
+        started again under its name has to outlive its former self, which ages only while somebody leads, and may
+        begin to age anew with whoever takes the lead.
 
         Raises `MemberRefused`.
         """
@@ -84,7 +86,7 @@ class Registration:
                     case messages.Stop():  # nobody may be left who could answer
                         return message
                     case messages.Refused() if message.nonce == self._nonce:
-                        if self._is_final(message):
+                        if self._is_final(message, await self._line.term()):
                             raise await refusal(self._line, self._layout, message)
                         longest_s = REFUSED_HEARTBEATS * self._heartbeat_s
                         self._waiting.on(f"{message.reason}. Whether that changes is looked at for {longest_s:.0f} s")
@@ -98,9 +100,11 @@ class Registration:
             await self._broadcast.to_end()
         return [message for _, message in entries]
 
-    def _is_final(self, message: messages.Refused) -> bool:
+    def _is_final(self, message: messages.Refused, term: bytes | None) -> bool:
         now = time.monotonic()
-        if self._refused_at is not None:
+        if term != self._refused_by:
+            self._refused_by, self._refused_s = term, 0.0
+        elif self._refused_at is not None:
             self._refused_s += min(now - self._refused_at, 2 * self._heartbeat_s)
         self._refused_at = now
         return not message.retry or self._refused_s > REFUSED_HEARTBEATS * self._heartbeat_s
