@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from redis.asyncio import Redis
 
@@ -84,7 +84,7 @@ class Line:
         """Where the broadcast ends at the moment."""
         return await self.persist(lambda: last_id(self.redis, self.keys.broadcast), "read the run")
 
-    async def term(self) -> bytes | None:
+    async def term(self) -> Any:
         """Which term of which synchronizer it is: another answer means that another term began."""
         return await self.persist(lambda: self.redis.get(self.keys.epoch), "read the run")
 

@@ -60,7 +60,7 @@ class Registration:
         self._heartbeat_s = record.spec.workers.heartbeat_s
         self._refused_at: float | None = None
         self._refused_s = 0.0
-        self._refused_by: bytes | None = None
+        self._refused_by: object = None
 
     async def answer(self) -> Admission | messages.Stop:
         """What the synchronizer says to it. A refusal that may pass is waited for a while: whoever was killed and
@@ -100,7 +100,7 @@ class Registration:
             await self._broadcast.to_end()
         return [message for _, message in entries]
 
-    def _is_final(self, message: messages.Refused, term: bytes | None) -> bool:
+    def _is_final(self, message: messages.Refused, term: object) -> bool:
         now = time.monotonic()
         if term != self._refused_by:
             self._refused_by, self._refused_s = term, 0.0
