@@ -10,7 +10,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from anabranch.orchestrator.core import events as ev
 from anabranch.orchestrator.core import instructions as do
@@ -19,20 +19,24 @@ from anabranch.orchestrator.core.record import core_record, member_record, resto
 from anabranch.orchestrator.core.state import State
 from anabranch.queue import messages as msg
 from anabranch.simulate.engine import Engine
-from anabranch.spec import RoundsSpec, RunSpec
+from anabranch.spec import RoundsSpec, RunSpec, WorkersSpec
 
 NONCE = "bench"
 TIMELINE = f"0-{NONCE}"
 TOKENS = 100  # per step
 BEAT_S = 0.5  # heartbeat_s is 1.0
 
+Adoption = Literal["overwrite", "blend", "rebase"]
+
 I = TypeVar("I", bound=do.Instruction)  # noqa: E741
 M = TypeVar("M", bound=msg.Message)
 
 
-def make_spec(**rounds: Any) -> RunSpec:
+def make_spec(adoption: Adoption = "rebase", **rounds: Any) -> RunSpec:
     """P = 2 fragments, H = 4 inner steps: a round is due every 2 steps. Deadline 10 s, heartbeat 1 s."""
-    return RunSpec(rounds=RoundsSpec(**{"fragments": 2, "inner_steps": 4, **rounds}))
+    return RunSpec(
+        rounds=RoundsSpec(**{"fragments": 2, "inner_steps": 4, **rounds}), workers=WorkersSpec(adoption=adoption)
+    )
 
 
 def digest(fragment: int, version: int) -> bytes:

@@ -15,7 +15,7 @@ class Cycles:
     """Workers `a`, whose steps are all merged, and `b`, which may be late. P = 2."""
 
     def __init__(self) -> None:
-        self.bench = Bench(make_spec(quorum=1))
+        self.bench = Bench(make_spec("overwrite", quorum=1))
         for name in ("a", "b"):
             self.bench.worker(name)
 

@@ -85,7 +85,7 @@ def test_a_proper_farewell_loses_nothing() -> None:
 
 
 def test_what_a_contribution_says_of_its_sender_counts_even_without_a_later_heartbeat() -> None:
-    bench = Bench()
+    bench = Bench(make_spec("overwrite"))
     a = bench.worker("a")
     a.silent = True
     bench.contribute("a", base=7, tokens=100, processed=1000, discarded=200)  # refused and booked

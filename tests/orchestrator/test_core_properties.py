@@ -10,10 +10,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anabranch.orchestrator.core.record import image
+from tests.orchestrator.bench import Adoption
 from tests.orchestrator.world import NAMES, Plan, World
 
 WHAT = (
@@ -25,6 +27,7 @@ WHAT = (
     *("junk",) * 3,
     *("wait", "die", "wake", "leave", "quorum", "pause", "failover", "return"),
 )
+ADOPTIONS: tuple[Adoption, ...] = ("overwrite", "rebase")
 START: Plan = [("join", who, 0) for who in range(len(NAMES))]
 
 plans = st.lists(
@@ -36,9 +39,17 @@ bounded = settings(
 
 
 @bounded
-@given(seed=st.integers(0, 2**16), quorum=st.integers(1, 3), in_flight=st.integers(1, 3), plan=plans)
-def test_promises_hold_in_any_order_of_events(seed: int, quorum: int, in_flight: int, plan: Plan) -> None:
-    World(seed, quorum, in_flight).run(START + plan)
+@given(
+    seed=st.integers(0, 2**16),
+    quorum=st.integers(1, 3),
+    in_flight=st.integers(1, 3),
+    adoption=st.sampled_from(ADOPTIONS),
+    plan=plans,
+)
+def test_promises_hold_in_any_order_of_events(
+    seed: int, quorum: int, in_flight: int, adoption: Adoption, plan: Plan
+) -> None:
+    World(seed, quorum, in_flight, adoption).run(START + plan)
 
 
 @bounded
@@ -50,12 +61,14 @@ def test_the_same_events_at_the_same_times_give_the_same_instructions_and_reason
 
 
 @bounded
-@given(seed=st.integers(0, 2**16), plan=plans, every=st.integers(1, 4))
-def test_leaders_that_die_all_the_time_apply_nothing_twice(seed: int, plan: Plan, every: int) -> None:
+@given(seed=st.integers(0, 2**16), plan=plans, every=st.integers(1, 4), adoption=st.sampled_from(ADOPTIONS))
+def test_leaders_that_die_all_the_time_apply_nothing_twice(
+    seed: int, plan: Plan, every: int, adoption: Adoption
+) -> None:
     broken: Plan = []
     for number, step in enumerate(plan):
         broken += [step, ("failover", 0, 0)] if number % every == 0 else [step]
-    World(seed).run(START + broken)
+    World(seed, adoption=adoption).run(START + broken)
 
 
 def random_plan(seed: int, length: int) -> Plan:
@@ -63,10 +76,11 @@ def random_plan(seed: int, length: int) -> Plan:
     return [(dice.choice(WHAT), dice.randrange(len(NAMES)), dice.randrange(8)) for _ in range(length)]
 
 
-def test_long_plans_keep_the_promises_and_meet_everything_that_can_happen() -> None:
+@pytest.mark.parametrize("adoption", ADOPTIONS)
+def test_long_plans_keep_the_promises_and_meet_everything_that_can_happen(adoption: Adoption) -> None:
     seen: Counter[str] = Counter()
     for seed in range(10):
-        seen += World(seed, quorum=1 + seed % 3, in_flight=1 + seed % 2).run(START + random_plan(seed, 250)).seen
+        seen += World(seed, 1 + seed % 3, 1 + seed % 2, adoption).run(START + random_plan(seed, 250)).seen
     expected = {
         "Commit", "merged", "all arrived", "grace expired", "late", "stale", "unknown base", "not finite",
         "told again", "quorum 1/2", "nobody left who was called", "nothing to merge", "declined", "refused", "back",

@@ -15,6 +15,7 @@ from anabranch.spec import WorkersSpec
 from tests.orchestrator.bench import (
     TIMELINE,
     TOKENS,
+    Adoption,
     Bench,
     claim,
     digest,
@@ -292,14 +293,18 @@ def committed(bench: Bench) -> None:
     assert bench.state.fragments[0].version == 1
 
 
-def test_who_answers_a_round_after_its_commit_is_late() -> None:
-    bench = Bench()
+LATE: list[tuple[Adoption, int]] = [("overwrite", 200), ("rebase", 0)]  # tokens lost: none, if they are carried over
+
+
+@pytest.mark.parametrize(("adoption", "lost"), LATE)
+def test_who_answers_a_round_after_its_commit_is_late(adoption: Adoption, lost: int) -> None:
+    bench = Bench(make_spec(adoption))
     committed(bench)
     result = bench.contribute("b", base=0, round=1, tokens=200)
     reason = "late: based on version 0, the run is at 1"
     assert note("rejected", result).reason == reason
     booked = one(do.Book, result)
-    assert (booked.column, booked.tokens, booked.incarnation) == ("rejected", 200, 2)
+    assert (booked.column, booked.tokens, booked.incarnation) == ("rejected", lost, 2)
     (verdict,) = told_one(msg.Verdicts, result).verdicts
     assert (verdict.applied, verdict.reason) == (False, reason)
     assert bench.state.counts["contributions late"] == 1
@@ -325,12 +330,13 @@ def test_what_is_fetched_only_after_the_commit_is_late() -> None:
     assert note("rejected", result).reason.startswith("late")
 
 
-def test_what_arrives_while_a_round_merges_is_rejected_by_its_commit() -> None:
-    bench = Bench()
+@pytest.mark.parametrize(("adoption", "lost"), LATE)
+def test_what_arrives_while_a_round_merges_is_rejected_by_its_commit(adoption: Adoption, lost: int) -> None:
+    bench = Bench(make_spec(adoption))
     opened(bench, "a", "b")
     bench.contribute("a")
     order = one(do.Merge, bench.elapse(0.25))
-    late = bench.offer("b")
+    late = bench.offer("b", tokens=200)
     bench.send_offer(late)
     assert not only(do.Book, bench.fetched(late))
     commit = told_one(msg.Merged, bench.merge(order))
@@ -338,7 +344,7 @@ def test_what_arrives_while_a_round_merges_is_rejected_by_its_commit() -> None:
         (1, True, ""),
         (2, False, "late: the round had closed"),
     ]
-    assert bench.state.members[2].account.rejected[0] == late.message.tokens
+    assert bench.state.members[2].account.rejected[0] == lost
 
 
 def test_an_unknown_base_is_refused() -> None:
@@ -382,16 +388,19 @@ def refuse(bench: Bench, name: str, reason: str = "not finite") -> list[do.Instr
     return bench.fetch_failed(offer, reason)
 
 
-def test_a_refusal_is_booked_only_by_the_commit_that_supersedes_its_base() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("adoption", ["overwrite", "rebase"])
+def test_a_refusal_is_booked_only_by_the_commit_that_supersedes_its_base(adoption: Adoption) -> None:
+    bench = Bench(make_spec(adoption))
     opened(bench, "a", "nan")
+    tokens = bench.offer("nan").message.tokens
     result = refuse(bench, "nan")
     assert note("rejected", result).reason == "not finite"
     assert not only(do.Book, result)
     order = one(do.Merge, bench.contribute("a"))  # nobody else is waited for
     commit = bench.merge(order)
     assert [(b.incarnation, b.column) for b in only(do.Book, commit)] == [(1, "applied"), (2, "rejected")]
-    assert told_one(msg.Merged, commit).verdicts[1].reason == "not finite"
+    verdict = told_one(msg.Merged, commit).verdicts[1]
+    assert (verdict.reason, verdict.tokens) == ("not finite", tokens), "lost, also where late work is carried over"
 
 
 def test_a_better_one_under_the_same_key_undoes_a_refusal() -> None:

@@ -21,7 +21,7 @@ from anabranch.orchestrator.core.state import State
 from anabranch.queue import messages as msg
 from anabranch.simulate.engine import Engine
 from anabranch.workers.member.books import Books
-from tests.orchestrator.bench import BEAT_S, NONCE, claim, digest, make_spec, only, restored
+from tests.orchestrator.bench import BEAT_S, NONCE, Adoption, claim, digest, make_spec, only, restored
 
 TICK_S = 1 / 64
 NAMES = ("ann", "bob", "cid", "mallory")
@@ -51,9 +51,12 @@ class Life:
 class World:
     """Runs a plan; raises AssertionError where a promise is broken."""
 
-    def __init__(self, seed: int, quorum: int = 2, in_flight: int = 2) -> None:
+    def __init__(self, seed: int, quorum: int = 2, in_flight: int = 2, adoption: Adoption = "rebase") -> None:
         self.random = random.Random(seed)
-        spec = make_spec(fragments=FRAGMENTS, inner_steps=6, quorum=quorum, in_flight=in_flight, deadline_min_s=2.0)
+        self._keeps = adoption != "overwrite"
+        spec = make_spec(
+            adoption, fragments=FRAGMENTS, inner_steps=6, quorum=quorum, in_flight=in_flight, deadline_min_s=2.0
+        )
         self.engine = Engine(State(spec, NONCE), self)
         self.seen: Counter[str] = Counter()
         self.after_each: Callable[[State], object] = lambda _: None  # event
@@ -204,7 +207,7 @@ class World:
         """What the core holds of each (incarnation, fragment) is the sum of what it said should be booked."""
         sums: Counter[tuple[int, int, str]] = Counter()
         for book in only(do.Book, self.log):
-            assert book.tokens > 0
+            assert book.tokens > 0 or (self._keeps and book.column == "rejected")
             sums[book.incarnation, book.fragment, book.column] += book.tokens
         books = {i: (m.account.applied, m.account.rejected, m.account.lost) for i, m in self.state.members.items()}
         for close in only(do.CloseBooks, self.log):
@@ -402,7 +405,8 @@ class World:
                     if verdict.incarnation == life.incarnation:
                         life.books.outcome(verdict)
                 if isinstance(told, msg.Merged) and life.incarnation:
-                    life.books.adopt(told.fragment, told.version)
+                    keep = self._keeps and not life.books.refused(told.fragment) and self.random.random() < 0.75
+                    life.books.adopt(told.fragment, told.version, keep=keep)
             case msg.Resend(incarnation=incarnation) if incarnation == life.incarnation:
                 for sent in [s for s in life.sent if (s.fragment, s.base) == (told.fragment, told.base)][-1:]:
                     self._send(life, sent)

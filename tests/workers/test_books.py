@@ -242,10 +242,23 @@ def test_the_first_outcome_stands(books: Books) -> None:
 # --- what was not merged is kept (blend, rebase) ----------------------------------------------------------
 
 
-def test_after_a_refusal_everything_is_pending_again(books: Books) -> None:
+def test_what_was_refused_for_what_it_is_is_known_until_it_is_overwritten(books: Books) -> None:
+    books.step(100)
+    send(books)
+    assert not books.refused(0)
+    books.step(20)
+    books.outcome(verdict(0, 100, applied=False))
+    assert books.refused(0)
+    assert books.adopt(0, 1) == 20
+    assert figures(books) == (120, 20, 0)
+    assert not books.refused(0)
+
+
+def test_after_it_came_late_everything_is_pending_again(books: Books) -> None:
     books.step(100)
     send(books)
     books.outcome(verdict(0, 0, applied=False))
+    assert not books.refused(0)
     assert books.adopt(0, 1, keep=True) == 0
     assert figures(books) == (100, 0, 100)
     assert (books.snapshot(0).tokens, books.snapshot(0).steps) == (100, 1)
@@ -370,7 +383,7 @@ class KeepingMachine(RuleBasedStateMachine):
         self.books = Books(1)
         self.books.adopt(0, 0)
         self.books.lease(lease(1, 0, 10_000))
-        self.version = self.processed = self.applied = self.steps = 0
+        self.version = self.processed = self.booked = self.discarded = self.steps = 0
         self.sent: list[Snapshot] = []
         self.late: list[int] = []
         self.settled = 0
@@ -388,17 +401,17 @@ class KeepingMachine(RuleBasedStateMachine):
         if snapshot.tokens and self.books.send(0, snapshot):
             self.sent.append(snapshot)
 
-    @rule(data=st.data(), fate=st.sampled_from(["applied", "refused", "late"]))
+    @rule(data=st.data(), fate=st.sampled_from(["applied", "refused", "unmerged", "late"]))
     def merge(self, data: st.DataObject, fate: str) -> None:
-        """The base is superseded; the verdict comes before the version, or (late) after it, and then refuses."""
+        """The base is superseded; the verdict comes before the version, or (late) after it, and then it is 0."""
         if self.sent and fate == "late":
             self.late.append(self.version)
         elif self.sent:
-            merged = data.draw(st.sampled_from(self.sent)) if fate == "applied" else None
-            self.applied += merged.tokens if merged is not None else 0
-            self.books.outcome(verdict(self.version, merged.tokens if merged else 0, applied=merged is not None))
+            tokens = data.draw(st.sampled_from(self.sent)).tokens if fate != "unmerged" else 0
+            self.booked += tokens
+            self.books.outcome(verdict(self.version, tokens, applied=fate == "applied"))
         self.version += 1
-        self.books.adopt(0, self.version, keep=True)
+        self.discarded += self.books.adopt(0, self.version, keep=not self.books.refused(0))
         self.sent.clear()
 
     @rule()
@@ -408,14 +421,14 @@ class KeepingMachine(RuleBasedStateMachine):
         self.late.clear()
 
     @invariant()
-    def all_is_applied_or_pending(self) -> None:
+    def all_is_booked_discarded_or_pending(self) -> None:
         report = self.books.report()
-        assert report["discarded"] == [0]
-        assert report["pending"][0] == self.processed - self.applied
+        assert report["discarded"] == [self.discarded]
+        assert report["pending"][0] == self.processed - self.booked - self.discarded
         assert self.books.waiting(0).count(self.version) == bool(self.sent)
         [item] = report["leases"]
         assert item.settled >= self.settled
-        assert (item.settled == self.steps) == (self.processed == self.applied)
+        assert (item.settled == self.steps) == (self.processed == self.booked + self.discarded)
         self.settled = item.settled
 
 

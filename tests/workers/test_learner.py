@@ -416,7 +416,27 @@ def test_rebase_leaves_next_to_nothing_behind(above: float, *, carried: bool) ->
     assert bench.books.report()["discarded"][0] == (0 if carried else 10)
 
 
-def test_rebase_carries_on_everything_after_a_refusal() -> None:
+@pytest.mark.parametrize("adoption", ["rebase", "blend"])
+def test_what_the_run_refused_for_what_it_is_is_carried_on_by_no_policy(adoption: str) -> None:
+    """A step larger than allowed: with it in the parameters, each later contribution would be as large."""
+    bench = begun(adoption)
+    bench.train(1e6)
+    bench.learner.call(call())
+    bench.boundary()
+    bench.train(0.125)
+    settle(bench, 10, applied=False)
+    bench.offer(1, value=5.0)
+    bench.boundary()
+    np.testing.assert_array_equal(bench.store.theta[0], np.full(3, 5.0, np.float32))
+    assert bench.books.holds(0) == 0
+    assert bench.books.report()["discarded"][0] == 10, "and 10 were rejected"
+    bench.train(0.5)
+    bench.learner.call(call(base=1))
+    bench.boundary()
+    np.testing.assert_array_equal(values(bench.sent[-1]), np.full(3, 0.5, np.float32))
+
+
+def test_rebase_carries_on_everything_that_came_late() -> None:
     bench = begun("rebase")
     bench.train(0.25)
     bench.learner.call(call())

@@ -89,8 +89,8 @@ def book_all(state: State, fragment: Fragment, round_: Round, verdicts: list[Ver
         yield Consume("merged", member.name, (offer.entry,))
     for incarnation, offer in sorted(fragment.in_hand.items()):
         if incarnation not in applied:
-            reason = "late: the round had closed"
-            yield _book_unmerged(state, fragment, incarnation, offer.message.tokens, reason, verdicts)
+            reason, tokens = "late: the round had closed", _dropped(state, offer.message.tokens)
+            yield _book_unmerged(state, fragment, incarnation, tokens, reason, verdicts)
             yield Consume("late", offer.sender, (offer.entry,))
             yield Drop("late", offer.sender, offer.entry)
     for incarnation, refusal in sorted(fragment.refused.items()):
@@ -103,7 +103,7 @@ def book_all(state: State, fragment: Fragment, round_: Round, verdicts: list[Ver
 def _book_unmerged(
     state: State, fragment: Fragment, incarnation: int, tokens: int, reason: str, verdicts: list[Verdict]
 ) -> Book:
-    member, tokens = state.members[incarnation], _dropped(state, tokens)
+    member = state.members[incarnation]
     verdicts.append(_verdict(member, fragment.index, fragment.version, tokens, reason, applied=False))
     return _settle(state, member, fragment.index, fragment.version, tokens, "rejected", reason)
 
@@ -151,7 +151,8 @@ def _book_rejected(state: State, member: Member, offer: Offer, reason: str) -> I
 
 
 def _dropped(state: State, tokens: int) -> int:
-    """Of a refused contribution, the tokens whose work is really lost: none, if its sender keeps it."""
+    """Of a contribution that came late, the tokens whose work is lost: none, if its sender carries it over. What is
+    refused for what it is, and not for when it came, is lost to everybody: its sender drops it, too."""
     return tokens if state.spec.workers.adoption == "overwrite" else 0
 
 

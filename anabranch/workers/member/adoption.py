@@ -10,6 +10,9 @@
 nine tenths of everybody's work are merged; who makes many steps between two versions loses the few that it made while
 its contribution was on its way, and trains from the global model itself.
 
+Work that the run refused for what it is (not finite, a larger step than allowed) is never kept: it would be refused
+for ever. That is the learner's rule, whatever the policy.
+
 Δ_applied is what the merge took of us, as it was sent (zero if we were refused or late). Since it is the *encoded* Δ
 that is added back, what a lossy codec rounded away stays in θ and travels with the next contribution.
 

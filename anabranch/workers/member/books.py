@@ -191,6 +191,13 @@ class Books:
             page = self._pages[fragment]
             return (page.settled or 0) if page.applied else 0
 
+    def refused(self, fragment: int) -> bool:
+        """Whether the run refused what is in the parameters for what it is (not finite, too large a step): carried
+        over, it would be refused for ever."""
+        with self._lock:
+            page = self._pages[fragment]
+            return bool(page.settled) and not page.applied
+
     def adopt(self, fragment: int, version: int, *, keep: bool = False) -> int:
         """The fragment has a new base. Returns tokens discarded: none if what was not merged is kept (`keep`), else
         all that was not sent."""

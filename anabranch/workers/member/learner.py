@@ -198,6 +198,8 @@ class Learner:
     def _carry(self, version: NewVersion) -> bool:
         """Adopt and keep what was not merged, if the policy does that."""
         fragment = version.fragment
+        if self.books.refused(fragment):
+            return False
         # The verdict on our contribution is read before the version that contains it is fetched.
         tokens = self.books.applied(fragment)
         with self._lock:
