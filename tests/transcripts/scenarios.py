@@ -104,7 +104,7 @@ def late_work() -> Stage:
         "Late work",
         "Every contribution gets exactly one outcome, and its tokens are booked once, however late or often it "
         "comes. One answer is enough here (rounds.quorum = 1). H = 4, P = 1.",
-        make_spec(fragments=1),
+        make_spec("overwrite", fragments=1),
         sizes=(10,),
     )
     workers = {"ann": 4, "bob": 4, "cid": 4, "dan": 4}
