@@ -12,7 +12,7 @@
 | `momenta` | on adoption this share of the inner momentum is the average over those who were merged |
 | `agree` | each coordinate of the merged direction times its workers' agreement, ∣Σwφ∣ / √Σwφ², to this power |
 | `beta1`, `beta2` | of the inner AdamW |
-| `forget` | on adoption a fragment's inner momentum is multiplied with this |
+| `forget` | on adoption a fragment's inner momentum (of AdamW or Muon) is multiplied with this |
 | `ema` | the judged model is an exponential average over versions with this factor |
 """
 
@@ -71,10 +71,10 @@ class ForgetfulStore(TorchStore):
         super().__init__(model, layout)
         self._optimizer, self._keep = optimizer, keep
 
-    def load(self, fragment: int, theta: Float32) -> None:
-        super().load(fragment, theta)
-        for _, parameter, _, _ in self._parts[fragment]:
-            if (momentum := self._optimizer.state[parameter].get("exp_avg")) is not None:
+    def _put(self, fragment: int, base: torch.Tensor, live: torch.Tensor) -> None:
+        super()._put(fragment, base, live)
+        for momentum in first_moments(self, self._optimizer, fragment):
+            if momentum is not None:
                 momentum.mul_(self._keep)
 
 
@@ -144,9 +144,13 @@ class LeverWorld(World):
 
 
 def momenta_of(fragment: int, trainer: Trainer) -> list[torch.Tensor | None]:
-    """The first moment that AdamW or Muon keeps of each tensor of a fragment."""
     assert isinstance(trainer.store, TorchStore)
-    states = [trainer.optimizer.state.get(parameter, {}) for _, parameter, _, _ in trainer.store._parts[fragment]]  # type: ignore[attr-defined]
+    return first_moments(trainer.store, trainer.optimizer, fragment)  # type: ignore[attr-defined]
+
+
+def first_moments(store: TorchStore, optimizer: torch.optim.Optimizer, fragment: int) -> list[torch.Tensor | None]:
+    """What AdamW or Muon keeps of each tensor of a fragment; None where nothing was made yet."""
+    states = [optimizer.state.get(parameter, {}) for _, parameter, _, _ in store._parts[fragment]]
     return [state.get("exp_avg", state.get("momentum_buffer")) for state in states]
 
 

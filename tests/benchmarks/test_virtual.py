@@ -41,6 +41,7 @@ class Shrinking:
 
 def make_spec(**changes: Any) -> RunSpec:
     workers = {"codec": "fp32", "heartbeat_s": 1000.0, "adoption": changes.pop("adoption", "overwrite")}
+    workers["rebase_above"] = changes.pop("rebase_above", 0.0)
     merge = {"matrix": "average", "outer_lr": 1.0, "outer_momentum": 0.0}
     return parse_spec({"rounds": {"fragments": 4, "inner_steps": 24, **changes}, "merge": merge, "workers": workers})
 

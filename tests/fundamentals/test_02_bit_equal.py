@@ -23,7 +23,8 @@ WORKERS = ("ada", "bob")
 
 @pytest.mark.parametrize("slow", [0, 1], ids=["ada arrives last", "bob arrives last"])
 async def test_bits_equal_a_plain_loop_whatever_the_order(run_url: str, run_name: str, slow: int) -> None:
-    spec = make_spec(run_name, rounds={"quorum": "all", "in_flight": 2, "deadline_min_s": 30.0})
+    rounds = {"quorum": "all", "in_flight": 2, "deadline_min_s": 30.0}
+    spec = make_spec(run_name, rounds=rounds, workers={"adoption": "overwrite"})  # the script knows no carried work
     layout = SyntheticOptions.parse(spec.task.options).layout(spec)
     async with bench(run_url, spec) as run:
         for number, name in enumerate(WORKERS):

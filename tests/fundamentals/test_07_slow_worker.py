@@ -54,7 +54,8 @@ async def test_with_rebase_no_step_is_too_long(run_url: str, run_name: str) -> N
 async def test_a_step_longer_than_h_paced_steps_is_shown_and_not_waited_for(run_url: str, run_name: str) -> None:
     from anabranch.operate import status
 
-    async with bench(run_url, make_spec(run_name, rounds={"fragments": 2, "inner_steps": 4})) as run:
+    spec = make_spec(run_name, rounds={"fragments": 2, "inner_steps": 4}, workers={"adoption": "overwrite"})
+    async with bench(run_url, spec) as run:
         run.add("fast", Pace(step_s=0.01))
         run.add("glacier", Pace(step_s=0.5))
 
