@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 from redis.asyncio import Redis
 
+from anabranch.merge.codecs import decode
 from anabranch.merge.fragments import Layout
 from anabranch.model import Float32
 from anabranch.orchestrator.core.port import Core
 from anabranch.orchestrator.core.state import State
 from anabranch.orchestrator.synchronizer import Synchronizer
 from anabranch.queue import messages
+from anabranch.queue.blobs import RedisBlobs
 from anabranch.queue.connection import connect
 from anabranch.queue.control import send_command
 from anabranch.queue.keys import CORE_FIELD, Keys, fragment_field, momentum_field
@@ -279,3 +281,15 @@ async def stored_claims(redis: Redis, keys: Keys, fragment: int) -> tuple[messag
     momentum: Any = await redis.hget(keys.state, momentum_field(fragment))
     head = read_record(messages.FragmentHead, theta, keys.run)
     return head.claim, unpack_claim(momentum) if momentum is not None else None
+
+
+async def same_bits(run: Bench, fragment: int, theta: Float32, buf: Float32 | None) -> None:
+    """Compare with what Redis holds, not with what the process remembers."""
+    assert buf is not None
+    blobs = RedisBlobs(run.redis, run.keys)
+    theta_claim, momentum_claim = await stored_claims(run.redis, run.keys, fragment)
+    assert momentum_claim is not None
+    stored_theta = decode("fp32", await blobs.get(theta_claim, 10**6), theta.size)
+    stored_buf = decode("fp32", await blobs.get(momentum_claim, 10**6), theta.size)
+    np.testing.assert_array_equal(stored_theta.view(np.uint32), theta.view(np.uint32))
+    np.testing.assert_array_equal(stored_buf.view(np.uint32), buf.view(np.uint32))

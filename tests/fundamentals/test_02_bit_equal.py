@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from anabranch.merge.average import MergeRules, merge_fragment
-from anabranch.merge.codecs import decode
 from anabranch.merge.outer import OuterOptimizer
 from anabranch.merge.weights import token_weight
 from anabranch.model import Float32
-from anabranch.queue.blobs import RedisBlobs
 from anabranch.workers.member.synthetic import Pace, SyntheticOptions
-from tests.harness import Bench, ScriptedStore, bench, make_spec, scripted, send_everything_twice, stored_claims
+from tests.harness import ScriptedStore, bench, make_spec, same_bits, scripted, send_everything_twice
 from tests.wait import wait_until
 
 ROUNDS = 4
@@ -42,7 +39,7 @@ async def test_bits_equal_a_plain_loop_whatever_the_order(run_url: str, run_name
             for version in range(1, run.versions()[p] + 1):
                 theta, buf = _plain_step(fragment, merges[p, version], names, theta, buf, spec)
                 if version == run.versions()[p]:
-                    await _same_bits(run, p, theta, buf)
+                    await same_bits(run, p, theta, buf)
         both = [m for m in merges.values() if len(m["weights"]) == 2]
         assert len(both) >= ROUNDS, "most rounds merged both workers"
         await wait_until(lambda: not run.state.verifying, "duplicates are read")
@@ -61,15 +58,3 @@ def _plain_step(
     gradient = merge_fragment(fragment, deltas, weights, MergeRules())
     assert gradient is not None
     return OuterOptimizer(spec.merge.outer_lr, spec.merge.outer_momentum).step(theta, buf, gradient)
-
-
-async def _same_bits(run: Bench, fragment: int, theta: Float32, buf: Float32 | None) -> None:
-    """Compare with what Redis holds, not with what the process remembers."""
-    assert buf is not None
-    blobs = RedisBlobs(run.redis, run.keys)
-    theta_claim, momentum_claim = await stored_claims(run.redis, run.keys, fragment)
-    assert momentum_claim is not None
-    stored_theta = decode("fp32", await blobs.get(theta_claim, 10**6), theta.size)
-    stored_buf = decode("fp32", await blobs.get(momentum_claim, 10**6), theta.size)
-    np.testing.assert_array_equal(stored_theta.view(np.uint32), theta.view(np.uint32))
-    np.testing.assert_array_equal(stored_buf.view(np.uint32), buf.view(np.uint32))
