@@ -9,14 +9,18 @@
 | `slow` | a worker's inner learning rate times (1 / speed) to this power |
 | `rho` | norm of a merged tensor between the average's (0) and the radial one (1), geometrically; all tensors |
 | `lean` | its direction between the radial one (0) and the average's (1): Σ w ∣d∣^lean φ(d) |
+| `spectral` | singular values of a merged matrix go this far (0 to 1, geometrically) to its workers' mean ones |
 | `momenta` | on adoption this share of the inner momentum is the average over those who were merged |
 | `agree` | each coordinate of the merged direction times its workers' agreement, ∣Σwφ∣ / √Σwφ², to this power |
-| `beta1`, `beta2` | of the inner AdamW |
+| `matrices` | with 1, `momenta` is of what Muon steps only |
+| `beta1`, `beta2`, `mu` | of the inner AdamW; Muon's momentum |
 | `forget` | on adoption a fragment's inner momentum (of AdamW or Muon) is multiplied with this |
 | `ema` | the judged model is an exponential average over versions with this factor |
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -30,6 +34,9 @@ from anabranch.queue import messages
 from anabranch.workers.tasks.gpt import GPT
 from anabranch.workers.torch_store import TorchStore
 from benchmarks.virtual import LATENCY, Trainer, World
+
+MUON = ("momentum_buffer",)  # what Muon keeps of a matrix
+FIRST = ("exp_avg", *MUON)  # and AdamW of everything else
 
 
 def parse(text: str) -> dict[str, float]:
@@ -62,6 +69,21 @@ def between(fragment: Fragment, deltas: list[Float32], weights: list[float], lea
         norm = (shares @ norms) ** rho * np.linalg.norm(shares @ part) ** (1 - rho)
         merged[start:stop] = direction * (norm / max(float(np.linalg.norm(direction)), 1e-30))
     return merged
+
+
+def respread(fragment: Fragment, deltas: list[Float32], weights: list[float], merged: Float32, power: float) -> None:
+    """In place: matrices keep singular vectors and norm; an average of steps that disagree has a steeper spectrum."""
+    shares = torch.tensor(weights) / sum(weights)
+    for tensor, start, stop in fragment.segments:
+        if len(tensor.shape) != 2 or tensor.kind != "weights":
+            continue
+        part = torch.from_numpy(merged[start:stop]).view(tensor.shape)
+        left, values, right = torch.linalg.svd(part, full_matrices=False)
+        own = [
+            torch.linalg.svdvals(torch.from_numpy(delta[start:stop].copy()).view(tensor.shape)) for delta in deltas
+        ]
+        wanted = (shares @ torch.stack(own)).clamp(min=1e-30) ** power * values.clamp(min=1e-30) ** (1 - power)
+        part.copy_((left * (wanted * (values.norm() / wanted.norm()))) @ right)
 
 
 class ForgetfulStore(TorchStore):
@@ -106,6 +128,8 @@ class LeverWorld(World):
         if "rho" in self.levers or "lean" in self.levers:
             gradient = between(fragment, deltas, weights, self.levers.get("lean", 0.0), self.levers.get("rho", 1.0))
         assert gradient is not None
+        if power := self.levers.get("spectral", 0.0):
+            respread(fragment, deltas, weights, gradient, power)
         return gradient
 
     def _optimizer(self) -> OuterOptimizer:
@@ -119,7 +143,8 @@ class LeverWorld(World):
         if "momenta" in self.levers:
             weights = {offer.message.incarnation: weight for offer, weight in order.parts}
             merged = [(w.trainer, weights[w.incarnation]) for w in self.workers if w.incarnation in weights]
-            self._momenta[order.round] = average_momentum(order.fragment, merged)
+            keys = MUON if self.levers.get("matrices") else FIRST
+            self._momenta[order.round] = average_momentum(order.fragment, merged, keys)
 
     def judged(self) -> list[Float32]:
         return self._averages or self.theta
@@ -143,20 +168,24 @@ class LeverWorld(World):
                     own.lerp_(merged, share)
 
 
-def momenta_of(fragment: int, trainer: Trainer) -> list[torch.Tensor | None]:
+def momenta_of(fragment: int, trainer: Trainer, keys: Sequence[str] = FIRST) -> list[torch.Tensor | None]:
     assert isinstance(trainer.store, TorchStore)
-    return first_moments(trainer.store, trainer.optimizer, fragment)  # type: ignore[attr-defined]
+    return first_moments(trainer.store, trainer.optimizer, fragment, keys)  # type: ignore[attr-defined]
 
 
-def first_moments(store: TorchStore, optimizer: torch.optim.Optimizer, fragment: int) -> list[torch.Tensor | None]:
-    """What AdamW or Muon keeps of each tensor of a fragment; None where nothing was made yet."""
+def first_moments(
+    store: TorchStore, optimizer: torch.optim.Optimizer, fragment: int, keys: Sequence[str] = FIRST
+) -> list[torch.Tensor | None]:
+    """What an optimizer keeps of each tensor of a fragment under one of these keys; None where there is nothing."""
     states = [optimizer.state.get(parameter, {}) for _, parameter, _, _ in store._parts[fragment]]
-    return [state.get("exp_avg", state.get("momentum_buffer")) for state in states]
+    return [next((state[key] for key in keys if key in state), None) for state in states]
 
 
-def average_momentum(fragment: int, merged: list[tuple[Trainer, float]]) -> list[torch.Tensor | None]:
+def average_momentum(
+    fragment: int, merged: list[tuple[Trainer, float]], keys: Sequence[str]
+) -> list[torch.Tensor | None]:
     total = sum(weight for _, weight in merged)
-    columns = zip(*(momenta_of(fragment, trainer) for trainer, _ in merged), strict=True)
+    columns = zip(*(momenta_of(fragment, trainer, keys) for trainer, _ in merged), strict=True)
     weights = [weight / total for _, weight in merged]
     found: list[torch.Tensor | None] = []
     for column in columns:

@@ -147,6 +147,8 @@ class Training:
         self.model.load_state_dict(state)
         self._schedule = CosineSchedule(config.inner_lr, config.inner_lr * config.floor, 50, 1000)
         self.optimizer = self.task.build_optimizer(self.model)
+        for group in self.optimizer.param_groups:
+            group["momentum"] = levers.get("mu", group.get("momentum"))
         self._steps = 0
         self._streams: list[tuple[float, Iterator[TokenBatch]]] = [
             (rate, self.task.batches(config.seed, name)) for name, rate in rates.items()
