@@ -48,7 +48,7 @@ class RoundsSpec(_Section):
     """When a round opens and how long it waits (DESIGN section 4)."""
 
     fragments: Annotated[int, Field(ge=1, le=1024)] = 8  # P; a heartbeat lists them within one envelope
-    inner_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 24  # H: every fragment once per H inner steps
+    inner_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 8  # H: every fragment once per H inner steps
     later_inner_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # H, once so many tokens are merged:
     later_from_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2  # τ: rounds open at the same time
@@ -111,9 +111,9 @@ class MergeSpec(_Section):
 class WorkersSpec(_Section):
     """What every member follows."""
 
-    adoption: Literal["overwrite", "blend", "rebase"] = "overwrite"
+    adoption: Literal["overwrite", "blend", "rebase"] = "rebase"
     blend_alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5  # share of the live parameters that `blend` keeps
-    rebase_above: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of unmerged work from which on `rebase` keeps it
+    rebase_above: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of unmerged work from which on `rebase` keeps it
     codec: Codec = "bf16"
     heartbeat_s: Annotated[float, Field(ge=0.05, le=3600)] = 1.0  # gone after 3 without one
     stuck_after_steps: Annotated[float, Field(ge=2)] = 10.0  # no step for this many usual step times: stuck

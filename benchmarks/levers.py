@@ -9,7 +9,10 @@
 | `slow` | a worker's inner learning rate times (1 / speed) to this power |
 | `rho` | norm of a merged tensor between the average's (0) and the radial one (1), geometrically; all tensors |
 | `lean` | its direction between the radial one (0) and the average's (1): Σ w ∣d∣^lean φ(d) |
+| `part` | a merge moves the model by its workers' share, to this power, of everybody's tokens per second |
+| `rates` | with 1, contributions weigh as their workers' tokens per second |
 | `spectral` | singular values of a merged matrix go this far (0 to 1, geometrically) to its workers' mean ones |
+| `flat` | its singular values to the power of one less this: 1 makes them all alike |
 | `momenta` | on adoption this share of the inner momentum is the average over those who were merged |
 | `agree` | each coordinate of the merged direction times its workers' agreement, ∣Σwφ∣ / √Σwφ², to this power |
 | `matrices` | with 1, `momenta` is of what Muon steps only |
@@ -71,7 +74,9 @@ def between(fragment: Fragment, deltas: list[Float32], weights: list[float], lea
     return merged
 
 
-def respread(fragment: Fragment, deltas: list[Float32], weights: list[float], merged: Float32, power: float) -> None:
+def respread(
+    fragment: Fragment, deltas: list[Float32], weights: list[float], merged: Float32, power: float, flat: float
+) -> None:
     """In place: matrices keep singular vectors and norm; an average of steps that disagree has a steeper spectrum."""
     shares = torch.tensor(weights) / sum(weights)
     for tensor, start, stop in fragment.segments:
@@ -82,7 +87,7 @@ def respread(fragment: Fragment, deltas: list[Float32], weights: list[float], me
         own = [
             torch.linalg.svdvals(torch.from_numpy(delta[start:stop].copy()).view(tensor.shape)) for delta in deltas
         ]
-        wanted = (shares @ torch.stack(own)).clamp(min=1e-30) ** power * values.clamp(min=1e-30) ** (1 - power)
+        wanted = (shares @ torch.stack(own)).clamp(min=1e-30) ** power * values.clamp(min=1e-30) ** (1 - power - flat)
         part.copy_((left * (wanted * (values.norm() / wanted.norm()))) @ right)
 
 
@@ -112,12 +117,19 @@ class LeverWorld(World):
         super().__post_init__()
 
     @property
+    def _rates(self) -> dict[int, float]:
+        """Tokens per unit of time, by incarnation."""
+        return {w.incarnation: w.books.processed / max(1, w.books.steps) / w.step_s for w in self.workers}
+
+    @property
     def _share(self) -> float:
         return min(1.0, self.now / self.end)
 
     def _gradient(self, order: do.Merge) -> Float32:
         power = self.levers.get("weights", 1.0)
         weights = [weight**power for _, weight in order.parts]
+        if self.levers.get("rates"):
+            weights = [self._rates[offer.message.incarnation] for offer, _ in order.parts]
         plain = self._share >= self.levers.get("settle", 2.0)
         rules = MergeRules(matrix="average") if plain else self._rules
         deltas = [self._payloads[offer.entry] for offer, _ in order.parts]
@@ -128,8 +140,14 @@ class LeverWorld(World):
         if "rho" in self.levers or "lean" in self.levers:
             gradient = between(fragment, deltas, weights, self.levers.get("lean", 0.0), self.levers.get("rho", 1.0))
         assert gradient is not None
-        if power := self.levers.get("spectral", 0.0):
-            respread(fragment, deltas, weights, gradient, power)
+        power, flat = self.levers.get("spectral", 0.0), self.levers.get("flat", 0.0)
+        if power or flat:
+            respread(fragment, deltas, weights, gradient, power, flat)
+        if power := self.levers.get("part", 0.0):
+            share = sum(self._rates[offer.message.incarnation] for offer, _ in order.parts) / sum(
+                self._rates.values()
+            )
+            gradient *= np.float32(share**power)
         return gradient
 
     def _optimizer(self) -> OuterOptimizer:

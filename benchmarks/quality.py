@@ -96,7 +96,7 @@ def official() -> list[Config]:
         *(c for speeds in ((1.0,), (1.0, 1 / 16), (1.0, *(1 / 16,) * 4)) for c in seeds(6, speeds=speeds)),
         *against(3, *fair, speeds=(1.0,) * 4, batches=(8, 4, 2, 2)),
         *against(3, *fair, batch=4),
-        *(c for fragments in (1, 24) for c in seeds(3, P=fragments)),
+        *(c for fragments in (1, 16) for c in seeds(3, P=fragments)),
         *(c for steps in MEASURED_H if steps != base.H for c in seeds(3, H=steps)),
         *(c for steps in MEASURED_H if steps != base.H for c in seeds(3, H=steps, speeds=(1.0,) * 8)),
         *seeds(3, adoption="overwrite" if base.adoption != "overwrite" else "rebase"),

@@ -22,7 +22,7 @@ from benchmarks.virtual import World
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "starvation.json"
 SLOWER = (1, 2, 6, 13, 16, 20, 23, 32, 64, 128)
-STEPS = ((24, 1), (24, 8), (24, 24), (4, 1), (4, 8), (4, 24))  # H, P
+STEPS = ((8, 1), (8, 8), (8, 24), (24, 1), (24, 8), (24, 24), (4, 1), (4, 8), (4, 24))  # H, P
 ADOPTIONS = (("overwrite", 0.0), ("rebase", 0.0), ("rebase", 0.1))
 TOKENS = 128
 LEAST = 600.0  # steps of the fast worker

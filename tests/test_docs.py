@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 from anabranch.cli import app
 from anabranch.spec import MUTABLE, RunSpec
+from anabranch.workers.tasks.base import Recipe
+from anabranch.workers.tasks.gpt import GPTConfig
+from anabranch.workers.tasks.hf import HFConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -44,6 +47,24 @@ def test_every_setting_is_documented_with_its_default() -> None:
             documented = tomllib.loads("x = " + default.strip("`"))["x"]
             expected = settings[key] if key != "task.options" else {}
             assert documented == expected, key
+
+
+@pytest.mark.parametrize(("task", "config"), [("gpt", GPTConfig), ("hf", HFConfig)])
+def test_every_option_of_a_task_is_documented_with_its_default(task: str, config: type[Recipe]) -> None:
+    _, _, table = (ROOT / "docs/tasks.md").read_text().partition(f"| option of `{task}` |")
+    found: dict[str, str] = {}
+    for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) \| .*? \|$", table.partition("\n\n")[0], re.MULTILINE):
+        values = re.split(r", (?=\S)", defaults)
+        found |= dict(zip(re.findall(r"`(\w+)`", names), values, strict=True))
+    assert set(found) == set(config.__dataclass_fields__)
+    for name, text in found.items():
+        default = config.__dataclass_fields__[name].default
+        if default == "" or isinstance(default, bool):
+            assert default == "" or text == str(default).lower(), name
+        elif isinstance(default, str):
+            assert text == f"`{default}`", name
+        else:
+            assert float(text.replace(",", "")) == default, name
 
 
 def _commands() -> list[tuple[str, str]]:

@@ -174,7 +174,7 @@ CHANGES: dict[str, object] = {
     "merge.outer_momentum": 0.1,
     "workers.codec": "fp32",
     "workers.heartbeat_s": 2.0,
-    "workers.adoption": "rebase",
+    "workers.adoption": "blend",
     "workers.blend_alpha": 0.25,
     "data.range_items": 8,
     "data.epochs": 2,

@@ -314,3 +314,24 @@ def test_it_says_so_when_its_server_dies(tmp_path: Path, spec: Path) -> None:
         os.kill(_server_pid(running), signal.SIGKILL)
         assert running.child.wait(timeout=PATIENCE_S) == 2
         assert "the embedded server ended by itself" in running.log.read_text()
+
+
+def test_a_machine_of_a_thirtieth_of_the_speed_counts(tmp_path: Path) -> None:
+    """Real processes, default settings, a smaller model: who is that slow has nearly all of its work merged."""
+    tiny = [part for name in ("layers=1", "width=32") for part in ("--set", f"task.options.{name}")]
+    with (
+        up(tmp_path / "run", "--name", "mine", *tiny) as run,
+        process("worker", "--name", "fast", environment={"ANABRANCH_URL": run.url}),
+        process("worker", "--name", "slow", "--duty", str(1 / 30), environment={"ANABRANCH_URL": run.url}),
+    ):
+        found: dict[str, Any] = {}
+
+        def settled() -> bool:
+            """Whether most of a dozen steps of the slow one are no longer on their way."""
+            members = {member["name"]: member for member in run.status()["members"]}
+            found.update(members.get("slow", {}))
+            return bool(found.get("steps", 0) >= 12 and found["processed"] >= 1.2 * found["pending"])
+
+        wait_until_sync(settled, "the slow one made steps, and they were settled")
+        assert found["applied"] >= 0.9 * (found["processed"] - found["pending"]), found
+        assert found["complaint"] is None, found

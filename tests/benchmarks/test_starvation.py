@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.spec import RoundsSpec
 from benchmarks import starvation, starvation_quality
 
 
@@ -17,8 +18,14 @@ def test_with_rebase_nobodys_work_is_lost(inner_steps: int, fragments: int, slow
     assert min(row["merged_share"], row["fast_merged_share"]) >= 0.9
 
 
+@pytest.mark.parametrize("slower", [2, 13, 32])
+def test_by_default_nobodys_work_is_lost(slower: int) -> None:
+    default = RoundsSpec()
+    row = starvation.run(slower, default.inner_steps, default.fragments, {})
+    assert min(row["merged_share"], row["fast_merged_share"]) >= 0.9
+
+
 def test_with_overwrite_a_slow_worker_is_starved() -> None:
-    """What the default does, as long as it is the default."""
     row = starvation.run(32, 24, 8, {"adoption": "overwrite"})
     assert row["merged_share"] == row["rounds_share"] == 0
     assert row["fast_merged_share"] > 0.9

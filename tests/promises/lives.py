@@ -62,7 +62,7 @@ def scripted_spec(run: str, **sections: Any) -> RunSpec:
     """Two fragments, everybody's contribution in every version, a lease that soon runs out."""
     standard: dict[str, Any] = {
         "rounds": {"fragments": FRAGMENTS, "inner_steps": 2, "quorum": "all", "deadline_min_s": 60.0},
-        "workers": {"heartbeat_s": HEARTBEAT_S},
+        "workers": {"heartbeat_s": HEARTBEAT_S, "adoption": "overwrite"},  # the script knows no carried work
         "leader": {"lease_s": LEASE_S},
     }
     return make_spec(run, **{**standard, **sections})

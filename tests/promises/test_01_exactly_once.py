@@ -231,7 +231,10 @@ def faults_anywhere(kills: int, seed: int) -> list[str | int]:
 
 def unscripted_spec(run: str) -> RunSpec:
     return scripted_spec(
-        run, rounds={"fragments": lives.FRAGMENTS, "inner_steps": 8}, checkpoint={"every_s": CHECKPOINT_EVERY_S}
+        run,
+        rounds={"fragments": lives.FRAGMENTS, "inner_steps": 8},
+        workers={"heartbeat_s": lives.HEARTBEAT_S},
+        checkpoint={"every_s": CHECKPOINT_EVERY_S},
     )
 
 

@@ -33,7 +33,8 @@ HEARTBEAT_S = 0.5
 async def test_a_stalled_leader_is_replaced_within_its_lease_and_stands_by(
     run_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    spec = scripted_spec(run_name, leader={"lease_s": LEASE_S}, workers={"heartbeat_s": HEARTBEAT_S})
+    workers = {"heartbeat_s": HEARTBEAT_S, "adoption": "overwrite"}
+    spec = scripted_spec(run_name, leader={"lease_s": LEASE_S}, workers=workers)
     url, script = RunUrl.parse(run_url), Script()
     first_dir, second_dir = tmp_path / "first", tmp_path / "second"
     for directory in (first_dir, second_dir):
@@ -88,7 +89,7 @@ async def test_nobody_is_thought_dead_after_a_stall_without_a_standby(
     run_url: str, run_name: str, tmp_path: Path
 ) -> None:
     """It drains what arrived before any timer fires, and its clock stood still."""
-    spec = make_spec(run_name, workers={"heartbeat_s": HEARTBEAT_S})
+    spec = make_spec(run_name, workers={"heartbeat_s": HEARTBEAT_S, "adoption": "overwrite"})
     url = RunUrl.parse(run_url)
     with zygote() as mother:
         async with stored_run(url) as stored:

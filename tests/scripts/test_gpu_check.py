@@ -18,7 +18,7 @@ from anabranch.merge.names import Codec
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"device", "device_type", "device_memory_gb", "torch", "cuda", "driver", "python", "processor", "cores"}
-STALL = {"snapshot_ms", "adopt_ms", "idle_ms", "share_of_step", "share_of_training"}
+STALL = {"snapshot_ms", "adopt_ms", "carry_ms", "idle_ms", "share_of_step", "share_of_training"}
 
 
 @pytest.fixture

@@ -375,7 +375,7 @@ async def test_a_nan_is_rejected_and_the_worker_goes_on(
             return np.full(size, np.nan, np.float32)
         return np.full(size, 0.1, np.float32)
 
-    async with bench(run_url, make_spec(run_name)) as run:
+    async with bench(run_url, make_spec(run_name, workers={"adoption": "overwrite"})) as run:
         worker = run.add("only", QUICK, store=lambda layout: ScriptedStore(layout, script))
         await run.reach(4)
         rejected = run.tape("rejected")

@@ -42,7 +42,7 @@ class GPTConfig(Recipe):
     width: int = 128
     lookback: int = 3  # embeddings summed per position: this byte and the ones before it
     batch: int = 6
-    optimizer: str = "adamw"
+    optimizer: str = "muon"
     learning_rate: float = 2.5e-3
     final_learning_rate: float = 2.5e-4
     warmup_tokens: int = 15_000
